@@ -139,7 +139,7 @@ def folders_of(config: dict[str, Any]) -> set[str]:
     if method not in METHODS:
         return set()
     group = METHODS[method].group
-    paths = [METHODS[method].drafter, *([group.runner] if group and "candidates" in config else [])]
+    paths = [METHODS[method].drafter, *([group.worker] if group and "candidates" in config else [])]
     return {path.split(".methods.")[1].split(".")[0] for path in paths}
 
 

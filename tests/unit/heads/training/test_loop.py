@@ -326,7 +326,7 @@ def test_two_processes_train_what_one_does(command: Command, tmp_path: Path) -> 
     assert run.returncode == 0, errors[-2000:]
     assert text.count("wrote") == 1
     expected = load_file(tmp_path / "alone" / "model.safetensors")
-    # AdamW divides a gradient by its own size, so where it is tiny, sums in another order move a weight by up to a step.
+    # AdamW divides a gradient by its own size: where it is tiny, another order of sums moves a weight by up to a step.
     for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
         difference = (tensor - expected[name]).abs()
         assert (difference > 1e-4).float().mean() < 0.01, name
