@@ -90,7 +90,7 @@ def _control_shares(measured: Measured) -> bool:
 
 def _prompts(measured: Measured) -> str:
     """The number of prompts at each batch size, as many as a contender had at least."""
-    counts = []
+    counts: list[str] = []
     for (size,) in sorted(measured.places("batch")):
         turns = [row["turns"] for row in rows_of(measured) if row["batch"] == size and row["contender"] != BASE]
         counts.append(f"{size * min(turns)}{'' if counts else ' prompts'} at batch {size}")
