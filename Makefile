@@ -11,8 +11,9 @@ SMOLLM := build/smollm
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
-# Tests that keep to a core each, JOBS at a time, then those that take them all, then those whose Triton kernels run in
-# the interpreter, for which vLLM must find Triton when it is imported; any of them may have none of $(ARGS).
+# Tests that keep to a core each, JOBS at a time, and those of runner V2 apart, since engines of both runners together take
+# much memory. Then tests that take every core, then those whose Triton kernels run in the interpreter, for which vLLM must
+# find Triton when it is imported. Any of them may have none of $(ARGS).
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
