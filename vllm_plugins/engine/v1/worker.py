@@ -5,8 +5,6 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from vllm.config import CUDAGraphMode
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
@@ -18,14 +16,13 @@ from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.graph_modes import without_full_graphs
 from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Proposer
 from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
-
-logger = init_logger("vllm.vllm_ppd")
 
 
 class WarmUpMixin(UpdatedWorker):
@@ -95,23 +92,9 @@ else:
         """vLLM's GPU worker."""
 
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            compilation = vllm_config.compilation_config
-            mode = compilation.cudagraph_mode
             config = active_config(vllm_config)
-            if config is not None and config.spec.cuts and mode.has_full_cudagraphs():
-                # A graph of the whole model cannot run its halves; graphs between attention calls can.
-                piecewise = mode.requires_piecewise_compilation()
-                if piecewise:
-                    logger.info(
-                        "vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode
-                    )
-                else:
-                    logger.warning(
-                        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot run its halves; "
-                        "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
-                        mode,
-                    )
-                compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+            if config is not None and config.spec.cuts:
+                without_full_graphs(vllm_config.compilation_config)
             super().__init__(vllm_config, *args, **kwargs)
 
         def _make_model_runner(self) -> GPUModelRunner:
