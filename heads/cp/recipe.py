@@ -69,6 +69,8 @@ class CPRecipe(HeadsRecipe):
             head.init_classifiers(target.unembedding)
         return head
 
+    reach_option = "--positions"
+
     @property
     def reach(self) -> dict[str, int]:
         return {f"a joint of {self.options.positions} tokens": self.options.positions}

@@ -56,8 +56,8 @@ class CoOccurrence:
         Raises:
             ValueError: if a token id is outside the vocabulary, or the unigram counts are those of other tokens.
         """
-        given = np.zeros(vocab_size, dtype=np.int64) if unigram is None else unigram
-        digits = digits_of(given, order)
+        token_counts = np.zeros(vocab_size, dtype=np.int64) if unigram is None else unigram
+        digits = digits_of(token_counts, order)
         columns = digits.columns(vocab_size)
         tables = {n: _Table(max_entries) for n in range(2, order + 1)}
         unigram = np.zeros(vocab_size, dtype=np.int64)

@@ -14,9 +14,8 @@ class Digits(NamedTuple):
     """What the digits of a key stand for: x_1 B^(n-1) + ... + x_n is the key of an n-gram with digits x_i."""
 
     base: int  # B
-    tokens: (
-        np.ndarray
-    )  # [digits] int64 the token of each digit, ascending; the digit B - 1 stands for all others, if any
+    # [digits] int64, the token of each digit, ascending; the digit B - 1 stands for all others, if there are any
+    tokens: np.ndarray
 
     def columns(self, vocab_size: int) -> np.ndarray | None:
         """The digit of each token: [vocabulary] int64; None if it is the token's id."""

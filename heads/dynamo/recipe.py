@@ -57,6 +57,8 @@ class DynaMoRecipe(HeadsRecipe):
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
 
+    reach_option = "--tokens"
+
     @property
     def reach(self) -> dict[str, int]:
         return {f"head {token}": token for token in range(2, self.options.tokens + 1)}

@@ -20,6 +20,7 @@ class RecurrentRecipe(CPRecipe):
     """Trains embeddings, projections, norms and LM heads; the target's own LM head gives the first token."""
 
     head: RecurrentHead
+    reach_option = "--num-speculative-tokens"
 
     def make_head(self) -> RecurrentHead:
         options, target = self.options, self.target

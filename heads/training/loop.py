@@ -156,8 +156,9 @@ def _check_reach(recipe: Recipe, store: TokenStore, options: TrainingOptions, pr
     reach = recipe.reach
     lengths = set(reach.values())
     learnt = {length for length in lengths if store.has_rows("train", length)}
-    shorter = {"cp": "--positions", "recurrent": "--num-speculative-tokens", "dynamo": "--tokens"}.get(options.kind)
-    instead = "give longer responses" + (f", or a smaller {shorter}" if shorter else "")
+    instead = "give longer responses"
+    if recipe.reach_option is not None:
+        instead += f", or a smaller {recipe.reach_option}"
     if not learnt:
         part, length = min(reach.items(), key=lambda item: item[1])
         raise TrainingError(

@@ -58,6 +58,8 @@ class Recipe(nn.Module, ABC):
         """
         return None
 
+    reach_option: str | None = None  # flag of the option that reach follows
+
     @property
     def reach(self) -> dict[str, int]:
         """How many tokens of a response in a row each trained part needs to learn from them, by the part's name."""
