@@ -34,8 +34,6 @@ MULTIMODAL = (
     "Qwen2AudioForConditionalGeneration",
 )
 
-# Families whose layers are all built like Llama's, so that layers at different depths can run as one.
-STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 # Families to which further layers (DynaMo's) have not been added yet.
 NO_TOKEN_HEADS: tuple[str, ...] = (

@@ -207,8 +207,8 @@ def runner_of(llm: Any) -> Any:
 
 
 def drafter_of(llm: Any) -> Any:
-    """Our proposer in an engine in this process."""
-    return runner_of(llm).drafter
+    """Our speculator in an engine in this process."""
+    return runner_of(llm).speculator
 
 
 @contextlib.contextmanager

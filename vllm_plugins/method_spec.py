@@ -20,8 +20,7 @@ class MethodSpec:
 
     title: str  # as in the start-up log line
     drafter: str  # Drafter class
-    proposer: str = f"{ENGINE}.v1.proposer.Proposer"  # drives the drafter on vLLM's runner V1
-    speculator: str | None = None  # drives the drafter on runner V2; None: the method runs on V1 only
+    speculator: str = f"{ENGINE}.v2.speculator.Speculator"  # drives the drafter on vLLM's model runner V2
     heads: str | None = None  # kind of heads that the method reads
     needs_heads: bool = False
     looks_up_alone: bool = False  # drafts only from the requests' own texts
@@ -31,11 +30,3 @@ class MethodSpec:
     options: tuple[str, ...] = ()  # options of this method only
     request_options: tuple[str, ...] = ()  # the same for request options
     group: GroupSpec | None = None  # for worker groups over two pipeline stages
-    parallel: str | None = None  # replaces proposer with schedule: parallel
-    several_exits: str | None = None  # replaces proposer with more than one exit layer
-
-    @property
-    def proposers(self) -> set[str]:
-        """The dotted paths of all classes that vLLM may start for this method."""
-        paths = (self.proposer, self.parallel, self.several_exits)
-        return {path for path in paths if path}

@@ -59,17 +59,12 @@ def full_device_name() -> str:
     return str(current_platform.get_device_name())
 
 
-def asked_runner() -> str | None:
-    """The model runner that VLLM_USE_V2_MODEL_RUNNER names: v1, v2, or None where it is not set."""
+def asks_for_runner_v1() -> bool:
+    """Whether VLLM_USE_V2_MODEL_RUNNER asks for vLLM's older model runner."""
     from vllm import envs
 
     asked = envs.VLLM_USE_V2_MODEL_RUNNER
-    return None if asked is None else "v2" if asked else "v1"
-
-
-def default_runner() -> str:
-    """The model runner that vLLM takes for a method that runs on both, v1 or v2; the CPU build keeps V1."""
-    return "v1" if is_cpu() or not has_triton() else "v2"
+    return asked is not None and not asked
 
 
 def runs_v2() -> bool:

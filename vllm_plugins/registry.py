@@ -8,7 +8,7 @@ from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group, lookup, recu
 
 METHODS: dict[str, MethodSpec] = {
     "ppd": replace(early.METHOD, options=(*early.METHOD.options, "candidates"), group=group.GROUP),
-    "paradecode": replace(early.METHOD, options=(*early.METHOD.options, "schedule"), parallel=early.PARALLEL),
+    "paradecode": early.METHOD,
     "cp": cp.METHOD,
     "dynamo": dynamo.METHOD,
     "lookup": lookup.METHOD,
@@ -20,6 +20,6 @@ METHODS: dict[str, MethodSpec] = {
 METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}
 
 
-def is_proposer(path: object) -> bool:
+def is_speculator(path: object) -> bool:
     """Whether a dotted path is what vLLM starts for one of our methods."""
-    return isinstance(path, str) and any(path in method.proposers for method in METHODS.values())
+    return any(path == method.speculator for method in METHODS.values())

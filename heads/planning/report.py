@@ -43,8 +43,6 @@ def report(plan: Plan, options: PlanOptions) -> str:
     if plan.served is not None:
         machine = f"a server's step costs, host time included ({options.timings})"
         left_out = "Times exclude prompts, long contexts and the scheduler."
-        if plan.served.engine.runner == "v1":
-            left_out += " Runner V1 does not schedule steps ahead; vLLM alone may, and is then faster."
     header = ["heads", "setting", "tokens per step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
     rows = [
         [

@@ -61,7 +61,6 @@ class Engine(BaseModel):
     num_speculative_tokens: int
     exit_layer: tuple[int, ...] | None
     draft_vocab_size: int | None
-    runner: str
 
     def missing(self, method: str, options: dict[str, Any], drafts: int) -> str:
         """The part of a setting that the server did not run, such as `exit_layer 4`; empty if it ran all.
@@ -112,14 +111,13 @@ class ServedSteps(StepTable):
     def step(self, batch: int, setting: Setting | None = None) -> float:
         """Seconds of a step with the drafts of a setting (None: without drafts).
 
-        Launches do not grow with the drafts: fewer than the fewest that were measured take as long. Runner V2 verifies
-        all drafts, whatever their confidence.
+        Launches do not grow with the drafts: fewer than the fewest that were measured take as long. All drafts are
+        verified, whatever their confidence.
         """
         seconds = np.minimum.accumulate([by_size(batch) for by_size in self._by_count[::-1]])[::-1]
         if setting is None:
             return float(seconds[0])
-        drafts = setting.drafts if self.engine.runner == "v2" else setting.drafted
-        return float(np.interp(drafts, self.counts[1:], seconds[1:]))
+        return float(np.interp(setting.drafts, self.counts[1:], seconds[1:]))
 
 
 def served_steps(file: str, target: str) -> ServedSteps | None:

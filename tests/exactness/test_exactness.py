@@ -14,9 +14,7 @@ from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
 
-EXITS = {"exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5}
-PARALLEL = {"method": "paradecode", "schedule": "parallel"}
-CUT_OFF = {"max_drafting_requests": 3, "disable_by_batch_size": 9}
+CUT_OFF = {"disable_by_batch_size": 9}
 LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
 CLASSIFIERS, HAND_MADE = ("early", {"head": "classifier"}), ("hand-made", {"exit_layers": (4,), "noise": 0.05})
 # CP heads of experts without a condition, of experts that read the drafts or a state that does, and whole classifiers.
@@ -31,11 +29,7 @@ DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd", "exit_layer": 3},
     "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": HAND_MADE},
-    "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": CLASSIFIERS},
-    "exits": {"method": "paradecode", **EXITS},
-    "parallel": PARALLEL,
-    "parallel-exits": PARALLEL | EXITS,
-    "parallel-heads": {**PARALLEL, "exit_layer": 2, "num_speculative_tokens": 4, "heads": CLASSIFIERS},
+    "classifiers": {"method": "ppd", "exit_layer": 4, "gamma": 0.02, "heads": CLASSIFIERS},
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "exit_layer": 3, **CUT_OFF},
     "cp": {"method": "cp", "heads": PLAIN},
@@ -62,13 +56,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
                         "heads": ("recurrent", {})},
 }  # fmt: skip
 QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
-    ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"), ("dynamo-cut-off", "more_than_fit"),
-    ("parallel", "batch_1"), ("parallel", "batch_16"), ("parallel", "more_than_fit"), ("parallel", "model_length"),
-    ("parallel", "structured_output"), ("parallel", "penalties"), ("parallel", "arrivals_and_aborts"),
-    ("parallel-exits", "batch_16"), ("parallel-exits", "mixed_lengths"), ("parallel-heads", "batch_16"),
     ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup", "model_length"),
     ("lookup-adaptive", "more_than_fit"), ("lookup-alone", "batch_16"), ("lookup-alone", "arrivals_and_aborts"),
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
@@ -177,7 +167,7 @@ def test_thinking_budget(engine: Factory, variant: Factory, drafting: bool) -> N
 def test_prefix_cache_hits(engine: Factory, variant: Factory) -> None:
     """Hits are as many as without speculation, and what is generated from them is the same."""
     expected = after_a_prefix(engine(enable_prefix_caching=True))
-    for name in ("middle", "exits", "parallel", "cp", "dynamo"):
+    for name in ("middle", "cp", "dynamo"):
         assert after_a_prefix(engine(variant(name), enable_prefix_caching=True)) == expected
 
 
@@ -198,7 +188,7 @@ def test_prefix_cache_hits_hold_the_heads_history(engine: Factory, variant: Fact
     assert len(runs[0]) > 5
 
 
-ENGINES = ("middle", "exits", "parallel", "cp", "dynamo", "dynamo-cut-off")
+ENGINES = ("middle", "cp", "dynamo", "dynamo-cut-off")
 
 
 @pytest.mark.parametrize("name", ENGINES)

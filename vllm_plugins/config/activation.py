@@ -33,9 +33,9 @@ from vllm_ppd.vllm_plugins.config.options import (
     parse_options,
 )
 from vllm_ppd.vllm_plugins.config.refusals import of_layers_read, of_scheduling, of_target, refuse
-from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve, with_default_method
+from vllm_ppd.vllm_plugins.config.resolve import Machine, resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.registry import METHODS, is_proposer
+from vllm_ppd.vllm_plugins.registry import METHODS, is_speculator
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -99,7 +99,7 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
     with hub.token(args.hf_token):
         asked = _asked(args)
         # The same arguments may be used twice.
-        config = active_config(args) if is_proposer(asked.get("model")) else None
+        config = active_config(args) if is_speculator(asked.get("model")) else None
         if config is None and asked and is_ours(asked):
             config = _resolved(parse_options(with_method(asked)), args, model_config, parallel_config)
             _rewrite(args, config)
@@ -158,7 +158,7 @@ def _resolved(
         model_config.hf_text_config.num_hidden_layers,
         heads,
         parallel_config.pipeline_parallel_size,
-        Runners.of_platform(),
+        Machine.of_platform(),
     )
     refuse(of_scheduling(config, args))
     return config
@@ -218,10 +218,9 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
     args.spec_method = args.spec_model = args.spec_tokens = None
     args.speculative_config = {
         "method": "custom_class",
-        "model": config.proposer,
+        "model": config.spec.speculator,
         "num_speculative_tokens": config.num_speculative_tokens,
-        # On V2 vLLM would allocate an unused q(x); on V1 it compiles the sampler that reads ours.
-        "draft_sample_method": "greedy" if config.runner == "v2" else config.draft_sample_method,
+        "draft_sample_method": "greedy",  # for a sampled one vLLM would allocate a q(x) that nothing reads
         **config.choice_of_drafts(),
     }
     args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: config.model_dump_json()}
@@ -229,7 +228,3 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         assert config.spec.group is not None
         args.scheduler_cls = config.spec.group.scheduler
         args.async_scheduling = False
-    if config.schedule == "parallel" and not platform.is_cpu():
-        logger.warning(
-            "vllm-ppd: schedule parallel runs without compilation and CUDA graphs; schedule deferred is faster on a GPU"
-        )

@@ -22,6 +22,13 @@ FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_specul
 
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
 LARGEST = 2**31 - 1  # bound of counts without a lower one
+# Options of earlier releases, and what to do instead.
+REMOVED = {
+    "runner": "leave it out; every method runs on vLLM's model runner V2",
+    "schedule": "leave it out; only the deferred schedule is left, which was faster",
+    "max_drafting_requests": "use disable_by_batch_size; all requests of a step draft, or none",
+}
+
 LONGEST_NAME = 64  # characters that are compared with the options' names
 LEAST_LIKENESS = 0.5  # of an unknown option to the one that it is taken to mean
 
@@ -80,18 +87,12 @@ class DraftingOptions(BaseModel):
     )
     exit_layer: tuple[int, ...] | None = Field(
         None,
-        description="layer after which drafts are read, or several: the earliest layer whose confidence "
-        "exceeds gamma drafts (default: what the heads recommend, or half of the layers, on a GPU a quarter); "
+        description="layer after which drafts are read (default: what the heads recommend, or half of the layers, on a "
+        "GPU a quarter); "
         "with pipeline parallelism, the layer at which the stages are split, at least half of the layers",
     )
     gamma: Share = Field(
         0.0, lt=1, description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made"
-    )
-    schedule: Literal["deferred", "parallel"] = Field(
-        "deferred",
-        description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
-        "ones; parallel: ParaDecode's schedule, a token's deep layers and the next token's shallow ones in one batched "
-        "product, with verification and restarts within the step (fewer launches, not fewer bytes)",
     )
     eps_b: Share | None = Field(
         None,
@@ -104,9 +105,8 @@ class DraftingOptions(BaseModel):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
-        description="how drafts of sampling requests are drawn: the likeliest token (greedy), or a sample: on "
-        "runner V2 with the target's random numbers, on V1 from a distribution q(x) that is given to the "
-        "rejection sampler; in both cases the output distribution is the target's",
+        description="how drafts of sampling requests are drawn: the likeliest token (greedy), or a sample with the "
+        "target's random numbers; in both cases the output is the target's",
     )
     draft_vocab_size: Count | None = Field(
         None,
@@ -124,12 +124,12 @@ class DraftingOptions(BaseModel):
     adaptive: bool = Field(
         True,
         description="draft as many tokens as pay off, or none, judged by the engine's acceptance counts and by "
-        "step costs measured at start-up; on runner V2 all or none. false always drafts num_speculative_tokens, or on "
-        "V2 the calibrated number for the batch size",
+        "step costs measured at start-up: all or none. false always drafts num_speculative_tokens, or the calibrated "
+        "number for the batch size",
     )
     adaptive_verification: bool = Field(
         False,
-        description="vLLM's adaptive verification on runner V2, instead of adaptive: it drops the drafts of which "
+        description="vLLM's adaptive verification, instead of adaptive: it drops the drafts of which "
         "the drafter is least certain (needs whole-model CUDA graphs)",
     )
     step_costs: Literal["cached", "measure"] = Field(
@@ -142,22 +142,11 @@ class DraftingOptions(BaseModel):
         None,
         le=LONGEST_LOOKUP,
         description="look first in each request's prompt and output: if at least this many of its last tokens have "
-        "occurred there before, the tokens after them are the draft; on runner V2 for each such request, on V1 "
-        "if it is expected to be accepted more often than the method's drafts (default: no lookup, try 2; "
-        "with method lookup 3)",
-    )
-    runner: Literal["auto", "v1", "v2"] = Field(
-        "auto",
-        description="vLLM's model runner: auto uses V2 if vLLM would and the method supports it, else V1 (on the "
-        "CPU build, and with several exit layers or schedule parallel)",
-    )
-    max_drafting_requests: Count | None = Field(
-        None, description="soft batch cut-off on runner V1: only this many requests of a batch draft, the first ones"
+        "occurred there before, the tokens after them are the draft (default: no lookup, try 2; with method lookup 3)",
     )
     disable_by_batch_size: Count | None = Field(
         None,
-        description="hard batch cut-off: in larger batches no request drafts, and decode steps skip "
-        "dynamo's layers on runner V1 unless verify is false (default: none; 8 with pipeline parallelism)",
+        description="batch cut-off: in larger batches no request drafts (default: none; 8 with pipeline parallelism)",
     )
 
     @field_validator("method")
@@ -214,6 +203,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         group.add_argument(
             flag_name(name), dest=PREFIX + name, default=argparse.SUPPRESS, metavar=name.upper(), help=text
         )
+    for name in REMOVED:
+        group.add_argument(flag_name(name), dest=PREFIX + name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
@@ -221,9 +212,12 @@ def merge_flags(speculative_config: dict[str, Any] | None, args: argparse.Namesp
     """vLLM's speculative_config with the values of our flags added.
 
     Raises:
-        OptionError: if an option is given both ways, or a flag has a bad value.
+        OptionError: if an option is given both ways or was removed, or a flag has a bad value.
     """
     flags = {name: getattr(args, PREFIX + name) for name in flag_fields() if hasattr(args, PREFIX + name)}
+    for name, instead in REMOVED.items():
+        if hasattr(args, PREFIX + name):
+            raise OptionError(f"{flag_name(name)} was removed: {instead}")
     if not flags:
         return speculative_config
     merged = dict(check_mapping(speculative_config))
@@ -265,6 +259,8 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
     """
     known = DraftingOptions.model_fields
     for key in options:
+        if key in REMOVED:
+            raise OptionError(f"speculative_config: {key} was removed: {REMOVED[key]}")
         if key not in known:
             near = nearest(str(key)[:LONGEST_NAME], known)
             hint = f"did you mean {near!r}?" if near else f"known options: {', '.join(known)}"

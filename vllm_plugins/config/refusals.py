@@ -15,19 +15,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, STACKABLE, TRANSFORMERS, adapter_path
+from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
-from vllm_ppd.vllm_plugins.config.resolved import PARTITION, WORKERS, DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolved import PARTITION, WORKER, DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
     from vllm_ppd.heads.base import HeadsConfig
-
-# Fields of a model's configuration that change Llama's layers, so that layers cannot be stacked.
-NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
 
 Refusals = Iterator[Any]  # of messages, or false values where nothing is refused
 
@@ -63,6 +60,10 @@ def of_target(
         f"{family} is not supported with {title}: this family cannot get layers yet; use early or CP heads")
     yield not platform.is_supported() and (
         f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
+    yield platform.asks_for_runner_v1() and (
+        "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs on vLLM's model runner V2; leave it out")
+    yield not platform.runs_v2() and (
+        "vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton")
     yield parallel.data_parallel_size > 1 and model.is_moe and (
         f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's CPU build does not "
         "support it (all_gatherv), so it is untested; use --tensor-parallel-size")
@@ -89,7 +90,7 @@ def of_target(
     yield model.logits_processors and (
         "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions")
     yield model.runner_type != "generate" and "pooling models do not decode; start without a speculative model"
-    workers = ["auto", *WORKERS.values()]
+    workers = ["auto", WORKER]
     if method.group is not None:
         workers.append(method.group.worker)
     yield parallel.worker_cls not in workers and (
@@ -98,14 +99,6 @@ def of_target(
     yield cuts and args.enable_lora and (
         f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM sets no adapter; "
         "merge the adapter first, or use CP heads")
-
-    if options.schedule == "parallel":  # layers share a storage and run in one product
-        instead = "with schedule 'parallel'; use 'deferred'"
-        odd = [key for key in NOT_STACKABLE if getattr(model.hf_text_config, key, None)]
-        yield family not in STACKABLE and f"{family} is not supported {instead}; supported: {', '.join(STACKABLE)}"
-        yield model.quantization and f"quantised weights ({model.quantization}) are not supported {instead}"
-        yield parallel.tensor_parallel_size > 1 and f"tensor parallelism is not supported {instead}"
-        yield odd and f"{', '.join(odd)} in the model's configuration is not supported {instead}"
 
     transfer, executor = args.kv_transfer_config, parallel.distributed_executor_backend
     if parallel.pipeline_parallel_size > 1:
@@ -121,8 +114,6 @@ def of_target(
         yield options.gamma > 0 and (
             f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by "
             "starting an uncertain token; leave it out")
-        yield options.max_drafting_requests is not None and (
-            "max_drafting_requests is not supported with pipeline parallelism; use disable_by_batch_size")
         yield adapter == TRANSFORMERS and (
             f"{family} is served by vLLM's Transformers backend, whose first pipeline stage cannot hold an LM head; "
             f"{instead}")
@@ -200,52 +191,33 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
     yield headless and (
         f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
         f"{', '.join(map(str, with_head))}")
-    yield config.stages > 1 and (len(exits) > 1 or exits[0] < half) and (
+    yield len(exits) > 1 and (
+        f"exit_layer={','.join(map(str, exits))} names several layers, of which a step can use one; give one of them")
+    yield config.stages > 1 and exits[0] < half and (
         f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
 
-    yield config.runner == "v2" and "max_drafting_requests" in given and (
-        f"max_drafting_requests={options.max_drafting_requests} has no effect with runner V2, where all requests of a "
-        "step draft, or none; leave it out, or give runner v1")
     # Tokens of a group and unverified tokens are final.
     final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
     yield final and options.adaptive and "adaptive" in given and (
         f"adaptive has no effect with {final}: no drafted token is rejected there; leave it out")
     yield final and "draft_sample_method" in given and (
         f"draft_sample_method has no effect with {final}, which verifies no draft; leave it out")
-    without_lookup = final or ("schedule: parallel" if options.schedule == "parallel" else None)
-    yield without_lookup and options.prompt_lookup_min is not None and (
-        f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {without_lookup}; leave it out")
+    yield final and options.prompt_lookup_min is not None and (
+        f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {final}; leave it out")
     yield config.stages == 1 and options.candidates > 1 and (
         f"candidates={options.candidates} needs pipeline stages; give --pipeline-parallel-size 2, or leave "
         "candidates out")
 
 
-def of_runner(
-    options: DraftingOptions, asked: str | None, needs_v1: str | None, needs_v2: str | None, runs_v2: bool
-) -> Refusals:
-    """Refusals of the runner that was asked for, if any, for options that need the other one."""
-    asking = f"VLLM_USE_V2_MODEL_RUNNER={int(asked == 'v2')}" if options.runner == "auto" else f"runner={asked}"
-    yield asked == "v1" and needs_v2 and (
-        f"{asking} is not supported with {needs_v2}, which needs runner V2; leave out one of them")
-    yield asked == "v2" and needs_v1 and (
-        f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them")
-    yield asked == "v2" and not runs_v2 and f"{asking} needs Triton, which vLLM did not find; leave it out"
-
-
 def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
-    """Refusals of vLLM's EngineArgs that the chosen model runner, or a worker group, does not support."""
-    because = f" ({config.v1_because})" if config.v1_because else ""
-    yield args.async_scheduling and config.runner != "v2" and (
-        f"--async-scheduling is not supported with runner V1{because}; leave it out")
-    yield config.adaptive_verification and config.runner != "v2" and (
-        f"adaptive_verification is not supported with runner V1{because}; leave it out")
+    """Refusals of vLLM's EngineArgs that drafts, or a worker group, do not support."""
     yield config.adaptive_verification and (args.enforce_eager or platform.is_cpu()) and (
         "adaptive_verification needs whole-model CUDA graphs: leave it out, or --enforce-eager")
     yield config.adaptive_verification and config.prompt_lookup_min is not None and (
         "adaptive_verification is not supported with prompt lookup, whose drafts have no confidence; leave it out")
     drawn = config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
-    yield args.use_fp64_gumbel and config.runner == "v2" and drawn and (
-        "--use-fp64-gumbel is not supported with sampled drafts on runner V2: they are drawn with float32 random "
+    yield args.use_fp64_gumbel and drawn and (
+        "--use-fp64-gumbel is not supported with sampled drafts: they are drawn with float32 random "
         "numbers, so hardly any would be accepted; leave it out, or set draft_sample_method greedy")
     if config.stages > 1:
         yield args.async_scheduling and (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values for unset options, from the target, the heads, the pipeline stages and vLLM's model runners."""
+"""Values for unset options, from the target, the heads, the pipeline stages and the machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
-from vllm_ppd.vllm_plugins.config.refusals import of_options, of_runner, refuse
+from vllm_ppd.vllm_plugins.config.refusals import of_options, refuse
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
@@ -20,20 +20,18 @@ GROUP_CUT_OFF = 8
 LOOKUP_FROM, LOOKUP_DRAFTS = 3, 5
 
 
-class Runners(NamedTuple):
-    """The model runners that vLLM and the platform choose or support."""
+class Machine(NamedTuple):
+    """The machine that serves."""
 
-    asked: str | None = None  # set by VLLM_USE_V2_MODEL_RUNNER
-    default: str = "v1"  # for a method that runs on both
-    runs_v2: bool = False  # whether V2 can run here
+    on_cpu: bool = True
     device: str = ""  # name by which calibrations are matched
 
     @classmethod
-    def of_platform(cls) -> Runners:
-        return cls(platform.asked_runner(), platform.default_runner(), platform.runs_v2(), platform.full_device_name())
+    def of_platform(cls) -> Machine:
+        return cls(platform.is_cpu(), platform.full_device_name())
 
 
-V1_ALONE = Runners()
+CPU = Machine()
 
 
 def with_default_method(options: DraftingOptions, stages: int = 1) -> DraftingOptions:
@@ -51,9 +49,9 @@ def resolve(
     num_layers: int,
     heads: HeadsConfig | None = None,
     stages: int = 1,
-    runners: Runners = V1_ALONE,
+    machine: Machine = CPU,
 ) -> DraftingConfig:
-    """Fill in values that depend on the target (L layers), the heads, the pipeline stages and vLLM's model runners.
+    """Fill in values that depend on the target (L layers), the heads, the pipeline stages and the machine.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head, if more drafts are asked than the heads make, or
@@ -64,12 +62,14 @@ def resolve(
     values["cuts"] = method.cuts or bool(getattr(heads, "layers", ()))
     if heads is not None:
         values |= {name: value for name, value in heads.recommended.items() if name not in given}
+        if "exit_layer" not in given and values["exit_layer"] is not None:
+            values["exit_layer"] = values["exit_layer"][:1]
         values["heads_summary"] = heads.describe()
         unverified = not options.verify and "draft_vocab_size" not in given  # output needs the whole vocabulary
         if unverified or values["draft_vocab_size"] == heads.target.vocab_size:
             values["draft_vocab_size"] = None
     if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
-        values["exit_layer"] = (_default_exit(num_layers, heads, stages, runners),)
+        values["exit_layer"] = (_default_exit(num_layers, heads, stages, machine),)
     if method.looks_up_alone:
         defaults: dict[str, Any] = {"prompt_lookup_min": LOOKUP_FROM, "num_speculative_tokens": LOOKUP_DRAFTS}
         defaults["draft_sample_method"] = "greedy"  # there is nothing to draw from
@@ -77,34 +77,22 @@ def resolve(
     if stages > 1 and options.disable_by_batch_size is None:
         values["disable_by_batch_size"] = GROUP_CUT_OFF
 
-    exits = values["exit_layer"] if stages == 1 else None
-    v1_alone = {
-        "schedule: parallel": options.schedule == "parallel",
-        "several exit layers": len(exits or ()) > 1,
-        f"method {options.method}": method.speculator is None,
-    }
-    needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)
-    asked = runners.asked if options.runner == "auto" else options.runner
-    needs_v2 = "pipeline parallelism" if stages > 1 else None
-    refuse(of_runner(options, asked, needs_v1, needs_v2, runners.runs_v2))
-    on_v2 = needs_v2 is not None or (asked or ("v1" if needs_v1 else runners.default)) == "v2"
-    values["runner"] = "v2" if on_v2 else "v1"
-    values["v1_because"] = needs_v1 if asked is None and runners.default == "v2" else None
     values["adaptive"] = options.adaptive and options.verify and stages == 1 and not options.adaptive_verification
-    if on_v2 and not values["adaptive"] and heads is not None and not given & {"num_speculative_tokens", "exit_layer"}:
-        values["drafts_by_batch_size"] = _calibrated_drafts(heads, runners.device)
+    chosen_by_user = given & {"num_speculative_tokens", "exit_layer"}
+    if heads is not None and not values["adaptive"] and not chosen_by_user:
+        values["drafts_by_batch_size"] = _calibrated_drafts(heads, machine.device)
 
     config = DraftingConfig.model_construct(**values)
     refuse(of_options(options, config, heads))
     return config
 
 
-def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, runners: Runners) -> int:
+def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, machine: Machine) -> int:
     if stages > 1:  # the stages' split d_bar, at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
         return min((layer for layer in getattr(heads, "exit_layers", ()) if layer >= half), default=half)
     # On a GPU a shallow pass is bound by launches, and fewer layers have fewer launches.
-    return max(1, num_layers // (4 if runners.default == "v2" else 2))
+    return max(1, num_layers // (2 if machine.on_cpu else 4))
 
 
 def _calibrated_drafts(heads: HeadsConfig, device: str) -> list[list[int]]:

@@ -11,7 +11,7 @@ from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
-WORKERS = {version: f"{ENGINE}.{version}.worker.DraftingWorker" for version in ("v1", "v2")}
+WORKER = f"{ENGINE}.v2.worker.DraftingWorker"
 
 
 class DraftingConfig(DraftingOptions):
@@ -21,8 +21,7 @@ class DraftingConfig(DraftingOptions):
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
     cuts: bool = False  # whether the target is cut, by the method or for heads that read states within it
     heads_summary: str = ""
-    v1_because: str | None = None  # reason for runner V1
-    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # on runner V2, by the heads' calibration
+    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # by the heads' calibration
 
     @property
     def spec(self) -> MethodSpec:
@@ -33,21 +32,11 @@ class DraftingConfig(DraftingOptions):
     def worker(self) -> str:
         """Dotted path of the worker that vLLM starts."""
         group = self.spec.group if self.stages > 1 else None
-        return WORKERS[self.runner] if group is None else group.worker
-
-    @property
-    def proposer(self) -> str:
-        """Dotted path of the class that vLLM starts."""
-        spec, path = self.spec, self.spec.proposer
-        if self.schedule == "parallel":
-            path = spec.parallel or path
-        elif self.stages == 1 and len(self.exit_layer or ()) > 1:
-            path = spec.several_exits or path
-        return path
+        return WORKER if group is None else group.worker
 
     def choice_of_drafts(self) -> dict[str, Any]:
-        """vLLM's options for its choice of the number of drafts on runner V2; V1 follows our planner."""
-        if self.runner != "v2" or self.stages > 1:
+        """vLLM's options for its choice of the number of drafts."""
+        if self.stages > 1:
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
         if self.adaptive:  # vLLM captures graphs for these; ScheduledDrafts then replaces the table
@@ -82,7 +71,7 @@ class DraftingConfig(DraftingOptions):
             drafts = f"{'up to ' * self.adaptive}{self.num_speculative_tokens} drafts"
             drafts += f"{' by batch size' * bool(self.drafts_by_batch_size)} ({self.draft_sample_method})"
         lookup = f"prompt lookup from {self.prompt_lookup_min} tokens on"
-        about_heads, because = (f" ({text})" if text else "" for text in (self.heads_summary, self.v1_because))
+        about_heads = f" ({self.heads_summary})" if self.heads_summary else ""
         without = "no heads (final norm and LM head of the target)"
         if self.spec.looks_up_alone:
             without = "no heads (train some, or set exit_layer for early drafting without heads)"
@@ -92,13 +81,9 @@ class DraftingConfig(DraftingOptions):
             drafts,
             lookup if self.prompt_lookup_min else "",
             f"draft vocabulary {self.draft_vocab_size}" if self.draft_vocab_size else "",
-            f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel")
-            if exits and not group
-            else "",
+            f"gamma {self.gamma:g}" if exits and not group else "",
             "" if self.eps_b is None else f"eps_b {self.eps_b:g}",
-            f"runner {self.runner.upper()}{because}",
         )
-        soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
-        hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
+        limit = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
         drafting = ", ".join(filter(None, parts))
-        return f"drafting with method {self.method}: {drafting}, batch cut-offs: soft {soft}, hard {hard}"
+        return f"drafting with method {self.method}: {drafting}, batch cut-off: {limit}"

@@ -116,7 +116,6 @@ def reordered(old: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 FIRST_WAIT = 16  # steps in OFF before an exploration step
 EXPLORED = 1 / 256  # share of the time in OFF, in the long run
-FOREVER = 1 << 30  # steps
 EXPLORE_LONGER = 128  # steps in DRAFTING
 STARTS = 1.03  # expected speed-up at which drafting starts; it stops below 1
 
@@ -144,7 +143,6 @@ class DraftLengthController:
     Args:
         costs: of steps with up to N drafts.
         kinds: see Acceptance.
-        lookups: costs of steps with looked-up drafts alone (None: as of others).
         counts: numbers of drafts beside 0 that a step may have, each of them for every request (None: any, and fewer
             for a request whose drafts do not pay).
         first_wait: choices in OFF before an exploration step.
@@ -155,12 +153,11 @@ class DraftLengthController:
         self,
         costs: StepCosts,
         kinds: int = KINDS,
-        lookups: StepCosts | None = None,
         counts: tuple[int, ...] | None = None,
         first_wait: int = FIRST_WAIT,
         explored: float = EXPLORED,
     ) -> None:
-        self.costs, self.lookups, self.counts = costs, lookups, counts
+        self.costs, self.counts = costs, counts
         self.first_wait, self.explored = first_wait, explored
         self.acceptance = Acceptance(costs.most, kinds)
         self.state = State.WARMUP
@@ -172,25 +169,6 @@ class DraftLengthController:
         self._wait, self._cost = first_wait, 1.0  # steps until the next exploration, and its cost
         self._paid = False  # whether the last exploration step paid off
         self._free = True  # whether any request may draft
-
-    @property
-    def drafting(self) -> bool:
-        """Whether the current step has drafts."""
-        return bool(self._drafts.any())
-
-    @property
-    def off(self) -> bool:
-        """Whether the current step has no drafts and none are planned after it."""
-        return (self.state is State.OFF or not self._free) and not self.drafting
-
-    def steps_off(self) -> int:
-        """Steps after which no request will draft, as long as the same requests decode and no others arrive."""
-        until = self._explored + self._wait - self._steps if self._free else FOREVER
-        return max(until - 1, 0) if self.off else 0
-
-    def skip(self, steps: int) -> None:
-        """Account for steps in OFF that passed without observe and choose."""
-        self._steps += steps
 
     def observe(
         self,
@@ -259,16 +237,8 @@ class DraftLengthController:
         return np.minimum(best.allowed, best.number)
 
     def _best(self, allowed: np.ndarray, emitting: int) -> Choice:
-        """The choice of the highest expected speed-up, with all drafts or with the looked-up ones alone."""
-        choices, looked_up, accepted = [], self.acceptance.kinds >= KINDS, self.acceptance.probabilities()
-        if self.lookups is not None and allowed[looked_up].any():
-            choices.append(self._best_at(self.lookups, accepted, np.where(looked_up, allowed, 0), emitting))
-        if not choices or allowed[~looked_up].any():
-            choices.append(self._best_at(self.costs, accepted, allowed, emitting))
-        return max(choices, key=lambda choice: choice.gain)
-
-    def _best_at(self, costs: StepCosts, accepted: np.ndarray, allowed: np.ndarray, emitting: int) -> Choice:
-        relative = costs.relative(emitting)
+        """The choice of the highest expected speed-up."""
+        relative, accepted = self.costs.relative(emitting), self.acceptance.probabilities()
         accepted = np.where(np.arange(self.costs.most) < allowed[:, None], accepted, 0)
         if self.counts is None:
             counts = np.arange(1, int(allowed.max()) + 1)

@@ -42,15 +42,10 @@ class CostTable(StepTable):
 
 
 class MeasuredCosts(BaseModel):
-    """Costs of steps with the method's drafts and, if lookups are used, with looked-up ones."""
+    """Costs of an engine's steps."""
 
     method: CostTable
-    lookup: CostTable | None = None
     engine: Engine | None = None  # the measured engine, for `ppd plan --timings`
-
-    def implausible(self) -> str:
-        """The first reason of any of the tables."""
-        return self.method.implausible() or (self.lookup.implausible() if self.lookup else "")
 
     def save(self, path: Path) -> None:
         """Write a file atomically."""

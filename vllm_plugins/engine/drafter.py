@@ -49,7 +49,6 @@ class DraftInputs:
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
     # Drafts that will replace the method's: a method whose drafts run layers of the target must run them over these.
     looked_up: LookedUp | None = None
-    with_probs: bool = False  # whether Drafts.probs is read
     with_confidence: bool = False  # whether Drafts.confidence is read
 
     def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
@@ -72,9 +71,6 @@ class Drafts:
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 usable drafts; None: as many as allowed
-    # [requests, K, vocabulary or draft vocabulary] float32: distributions of the drafts, if requested; undefined in
-    # rows that took the likeliest token; None: all did.
-    probs: torch.Tensor | None = None
     # [requests, K] float32: the drafter's probability of each draft given the previous ones, if requested.
     confidence: torch.Tensor | None = None
 
@@ -118,29 +114,24 @@ class ChainDrafter(Drafter):
     def propose(self, step: DraftInputs) -> Drafts:
         requests, size = len(step.newest_ids), self.requests_at_once
         parts = [self._part(step, slice(start, start + size)) for start in range(0, requests, size)]
-        entries, q, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
+        entries, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
         assert entries is not None
-        return Drafts(self.ids(entries), probs=q, confidence=confidence)
+        return Drafts(self.ids(entries), confidence=confidence)
 
-    def _part(
-        self, step: DraftInputs, part: slice
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Drafts of some requests as entries of the draft vocabulary, and q(x) [requests, n, entries] and confidence.
-
-        Entries and confidence are [requests, n].
-        """
+    def _part(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Drafts of some requests as entries of the draft vocabulary, and their confidence: [requests, n] each."""
         entries, q = self.drawn(step, part)
         confidence = None
         if step.with_confidence:
             assert q is not None
             confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return entries, q if step.with_probs else None, confidence
+        return entries, confidence
 
     @abstractmethod
     def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts of some requests as entries of the draft vocabulary [requests, K], and their distributions.
 
-        The latter, [requests, K, entries], are returned if probabilities or confidence are requested.
+        The latter, [requests, K, entries], are returned if confidence is requested.
         """
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ are relatively cheaper than measured; if it is limited by compute, more expensiv
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,14 +21,18 @@ PROMPT = 4  # tokens
 TOKEN = 1  # the token of prompts and looked-up drafts
 
 
-class DummyBatch(ABC):
+class DummyBatch:
     """Requests in an idle engine, scheduled as vLLM's scheduler would, and removed when the context ends.
+
+    Drafts stay on the device, and the host does not wait for tokens.
 
     Args:
         runner: vLLM's model runner, its KV cache allocated.
         requests: number of requests.
         length: most tokens of each, drafts included; see `most_requests`.
     """
+
+    drafts = 0  # to make after the next step
 
     def __init__(self, runner: Any, requests: int, length: int) -> None:
         self.runner = runner
@@ -87,16 +90,10 @@ class DummyBatch(ABC):
 
     def _run(self, output: SchedulerOutput, tokens: dict[str, int]) -> None:
         output.num_scheduled_tokens, output.total_num_scheduled_tokens = tokens, sum(tokens.values())
-        self.execute(output)
-        self.sample(tokens)
-
-    def execute(self, output: SchedulerOutput) -> None:
-        """Begin a step."""
+        output.num_spec_tokens_to_schedule = self.drafts
         self.runner.execute_model(output)
-
-    @abstractmethod
-    def sample(self, tokens: dict[str, int]) -> None:
-        """End a step that computed a number of tokens of each request, and count those that each emitted."""
+        self.runner.sample_tokens(None)
+        self.emitted = [emitted + tokens.get(name, 0) for name, emitted in zip(self.names, self.emitted, strict=True)]
 
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of a drafter on both of vLLM's runners, over permanent request rows; never waits for the device.
+"""The driver of a drafter, over permanent request rows; never waits for the device.
 
 stage   a runner's adapter gathers the drafter's inputs by request row (staging.py)
-draft   DraftInputs -> Drafts, then draft IDs on the device: one CUDA graph on runner V2
-verify  in the next step, by the tokens that the target draws (v2/verification.py), or on runner V1 by vLLM's rejection
-        sampler with q(x); drafts that a request must not use are rejected or left out
+draft   DraftInputs -> Drafts, then draft IDs on the device: one CUDA graph
+verify  in the next step, by the tokens that the target draws (v2/verification.py); drafts that a request must not use
+        are rejected
 """
 
 import logging
@@ -69,8 +69,8 @@ class DraftingHost:
         device: where the target is.
         rows: request rows. There is one more, row -1, to which the padding of CUDA graphs writes.
         num_drafts: K.
-        sampled: whether drafts of sampling requests are drawn; else every draft is the best token.
-        keyed: whether they are drawn with the target's own random numbers.
+        sampled: whether drafts of sampling requests are drawn, with the target's own random numbers; else every draft
+            is the best token.
         confidence: [rows, K] float32 buffer for the drafter's confidence in each draft, if it is needed.
     """
 
@@ -87,14 +87,13 @@ class DraftingHost:
         rows: int,
         num_drafts: int,
         sampled: bool,
-        keyed: bool = False,
         confidence: torch.Tensor | None = None,
     ) -> None:
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.rows, self.num_drafts = rows, num_drafts
         self.sampled, self.confidence = sampled, confidence
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self.options = RequestOptions(rows, num_drafts, vocab_size, device, keyed, config.verify)
+        self.options = RequestOptions(rows, num_drafts, vocab_size, device, config.verify)
         self.counters = Counters()
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
@@ -115,27 +114,6 @@ class DraftingHost:
         """Whether any of some request rows has drafts drawn at its temperature; else each draft is the best token."""
         return self.sampled and not self.options.is_greedy[rows].all()
 
-    def draft(
-        self,
-        requests: int,
-        sampled: bool,
-        num_drafts: int | None = None,
-        with_probs: bool = False,
-        looked_up: LookedUp | None = None,
-    ) -> Drafts:
-        """Draft for the first staged requests.
-
-        Args:
-            requests: their number.
-            sampled: whether drafts are drawn.
-            num_drafts: the most drafts of any request; None: K.
-            with_probs: whether to return q(x).
-            looked_up: drafts that will replace the method's.
-        """
-        most, with_confidence = num_drafts or self.num_drafts, self.confidence is not None
-        inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence, looked_up)
-        return self.drafter.propose(inputs)
-
     def draft_on_device(self, requests: int, sampled: bool, looked_up: LookedUp | None = None) -> Drafts:
         """Draft, and leave the tokens that the next step embeds and verifies on the device; part of a CUDA graph.
 
@@ -144,7 +122,9 @@ class DraftingHost:
             sampled: whether drafts are drawn.
             looked_up: drafts that replace the method's where there is a match.
         """
-        drafts = self.draft(requests, sampled, looked_up=looked_up)
+        with_confidence = self.confidence is not None
+        inputs = self.staging.inputs(requests, sampled, self.num_drafts, self.shallow, with_confidence, looked_up)
+        drafts = self.drafter.propose(inputs)
         rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
         confidence = None
         if self.confidence is not None:
@@ -173,22 +153,14 @@ class DraftingHost:
                 for sampled in (True, False) if self.sampled else (False,):
                     (draft or self.draft_on_device)(requests, sampled)
 
-    def valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """The number of drafts [requests] before the first INVALID one in tokens [requests, K], up to `made`."""
-        usable = ((tokens >= 0) & (np.arange(tokens.shape[1]) < made[:, None])).cumprod(axis=1).sum(axis=1)
-        self._count_invalid(int((usable < made).sum()))
-        return usable
-
     def take_counts(self) -> None:
         """Add the device's counts to ours."""
-        self._count_invalid(self._invalid.take())
-
-    def _count_invalid(self, requests: int) -> None:
+        requests = self._invalid.take()
         self.counters.add("invalid_drafts", requests)
         if requests and not self._warned_invalid:
             self._warned_invalid = True
             logger.warning(
-                "vllm-ppd: dropped drafts with NaN or infinite logits, or whose q(x) is not a distribution: the heads "
+                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads "
                 "are damaged, or made for another model; train or copy them again, see ppd inspect. Further cases are "
                 "only counted (ppd:invalid_drafts)"
             )

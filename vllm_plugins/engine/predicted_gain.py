@@ -55,13 +55,12 @@ def predicted_speedups(config: DraftingConfig, engine: Engine, costs: MeasuredCo
         logger.info("vllm-ppd: cannot predict the gain of these heads: %s", error)
         return {}
     machine = measured(parts.timing.seconds)._replace(served=ServedSteps(**costs.method.model_dump(), engine=engine))
-    any_number = config.adaptive and config.runner == "v1"
     settings = [
         drafting
         for drafting in drafting_settings(engine.heads, heads, parts, machine, greedy=False)
         if not drafting.unmeasured
         and drafting.options.get("eps_b", config.eps_b) == config.eps_b
-        and (any_number or drafting.setting.drafts == config.num_speculative_tokens)
+        and drafting.setting.drafts == config.num_speculative_tokens
     ]
     sizes = [size for size in costs.method.sizes if size <= (config.disable_by_batch_size or size)]
     return best_speedups(settings, sizes) if settings else {}

@@ -47,29 +47,13 @@ class Staging:
         self.rows.fill_(-1)
         settings = self.staged.settings
         settings[Setting.MAX_DRAFTS] = self.options.num_drafts
-        settings[Setting.TEMPERATURE] = settings[Setting.DRAFT_TEMPERATURE] = settings[Setting.TOP_P] = 1.0
+        settings[Setting.TEMPERATURE] = settings[Setting.TOP_P] = 1.0
         settings[Setting.TOP_K] = self.options.vocab_size
         settings[Setting.EPS_B] = torch.nan
 
     def stage(self, end: StepEnd, padded: int) -> None:
         """Stage a verified step, and mark the padding after its requests, in one launch on a GPU."""
         chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
-
-    def stage_requests(
-        self,
-        rows: torch.Tensor,  # [requests] int64
-        newest_ids: torch.Tensor,  # [requests] the last token emitted by each
-        hidden: torch.Tensor,  # [tokens, hidden] normed states of the step
-        places: torch.Tensor,  # [requests] int64, index of the token whose state gave the newest token
-        positions: torch.Tensor,  # [requests] positions of the newest tokens
-    ) -> None:
-        """Stage some requests of a step, from the host's data."""
-        n, staged = len(rows), self.staged
-        staged.rows[:n], staged.newest_ids[:n], staged.places[:n], staged.positions[:n] = (
-            rows, newest_ids, places, positions,
-        )  # fmt: skip
-        torch.index_select(hidden, 0, places, out=staged.hidden[:n])
-        staged.settings[:, :n] = self.options.on_device[rows].T
 
     def setting(self, column: Setting, requests: int) -> torch.Tensor:
         """A setting of the first staged requests: [requests] float32."""
@@ -81,19 +65,16 @@ class Staging:
         sampled: bool,
         num_drafts: int,
         shallow: Callable[[int, torch.Tensor], CutState] | None,
-        with_probs: bool,
         with_confidence: bool,
         looked_up: LookedUp | None = None,
     ) -> DraftInputs:
         """The drafter's inputs for the first staged requests; arguments as in DraftInputs and the host."""
         sampling = None
         if sampled:
-            columns = Setting.DRAFT_TEMPERATURE, Setting.TOP_K, Setting.TOP_P
-            sampling = Sampling(*(self.setting(column, requests) for column in columns))
-            if self.options.keyed:
-                sampling = sampling._replace(
-                    seeds=self.staged.seeds[:requests], positions=self.staged.positions[:requests]
-                )
+            columns = Setting.TEMPERATURE, Setting.TOP_K, Setting.TOP_P
+            temperature, top_k, top_p = (self.setting(column, requests) for column in columns)
+            seeds, positions = self.staged.seeds[:requests], self.staged.positions[:requests]
+            sampling = Sampling(temperature, top_k, top_p, seeds=seeds, positions=positions)
         return DraftInputs(
             newest_ids=self.staged.newest_ids[:requests],
             hidden=self.staged.hidden[:requests],
@@ -104,6 +85,5 @@ class Staging:
             options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
             looked_up=looked_up,
-            with_probs=with_probs and sampling is not None,
             with_confidence=with_confidence,
         )

@@ -40,7 +40,8 @@ def costs_of_engine(
     vllm_config: Any,
     counters: Counters,
     largest: int,
-    steps: Sequence[tuple[list[int], TimeSteps]],
+    counts: list[int],
+    time_steps: TimeSteps,
 ) -> MeasuredCosts | None:
     """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they cannot be measured.
 
@@ -49,7 +50,8 @@ def costs_of_engine(
         vllm_config: vLLM's.
         counters: ours, which dummy steps do not count in.
         largest: the largest batch size that can be measured.
-        steps: numbers of drafts and a function that times them, for the method's drafts and, if any, looked-up ones.
+        counts: drafts per request, ascending from 0.
+        time_steps: times steps with these.
     """
     group = get_tp_group()
     path = cache_file(config, vllm_config)
@@ -66,13 +68,12 @@ def costs_of_engine(
         return None
     largest = min(largest, config.disable_by_batch_size or largest)  # larger batches do not draft
     # A connector would need the scheduler's metadata of dummy requests. Sampled output must not depend on whether steps
-    # were measured; runner V2 draws seeds with NumPy.
+    # were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
-        tables = [measure_table(timed, largest, counts, group.broadcast_object) for counts, timed in steps]
+        table = measure_table(time_steps, largest, counts, group.broadcast_object)
     np.random.set_state(random)  # noqa: NPY002
-    lookup = tables[1] if len(tables) > 1 else None
-    costs = MeasuredCosts(method=tables[0], lookup=lookup, engine=described(config, vllm_config))
+    costs = MeasuredCosts(method=table, engine=described(config, vllm_config))
     seconds = time.perf_counter() - started
     logger.info("vllm-ppd: step costs measured in %.1f s, for %s: %s", seconds, path, summary(costs.method))
     if group.is_first_rank:
@@ -84,7 +85,7 @@ def described(config: DraftingConfig, vllm_config: Any) -> Engine:
     """A description of the engine whose steps were measured, for `ppd plan --timings`."""
     names = {"target": vllm_config.model_config.model, "heads": config.model}
     names = {key: os.path.abspath(name) if name and os.path.exists(name) else name for key, name in names.items()}
-    options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size", "runner"}
+    options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size"}
     return Engine(**names, **config.model_dump(include=options))
 
 
@@ -94,7 +95,7 @@ def load(path: Path) -> MeasuredCosts | None:
         costs = MeasuredCosts.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-    if reason := costs.implausible():
+    if reason := costs.method.implausible():
         logger.info("vllm-ppd: measuring step costs of %s again, as they are implausible: %s", path, reason)
         return None
     return costs
@@ -102,7 +103,7 @@ def load(path: Path) -> MeasuredCosts | None:
 
 def save(costs: MeasuredCosts, path: Path) -> None:
     """Write the costs to a file for later starts, unless the machine was busy."""
-    if reason := costs.implausible():
+    if reason := costs.method.implausible():
         logger.warning(
             "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start only; "
             "start with --ppd-step-costs measure when it is idle",

@@ -16,25 +16,25 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 
 def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Scheduler.__init__: watch acceptance, and on runner V1 place no drafts beside a prompt's last token."""
+    """Scheduler.__init__: watch acceptance, and choose the number of drafts."""
     original(self, vllm_config, *args, **kwargs)
     config = active_config(vllm_config)
     if config is None:
         return
     ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
-    logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
+    logger.info("vllm-ppd: %s scheduling", ahead)
     # Tokens that a worker group emits in a step are scheduled as drafts, but never verified.
     if config.stages == 1 and not config.spec.looks_up_alone:
         watch_acceptance(self)
     if vllm_config.parallel_config.data_parallel_size > 1:
         # Ranks that step together must draft as many tokens; those of vLLM's own processes see a size of 1.
         self.dynamic_sd_lookup = None
-        if config.runner == "v2" and config.adaptive:
+        if config.adaptive:
             logger.warning(
                 "vllm-ppd: every step drafts, as with adaptive: false, since data-parallel ranks that step together "
                 "cannot choose for themselves; let vLLM start the ranks to have the choice"
             )
-    elif config.runner == "v2" and config.adaptive:
+    elif config.adaptive:
         self.dynamic_sd_lookup = ScheduledDrafts(
             config.num_speculative_tokens,
             config.disable_by_batch_size,
@@ -42,22 +42,16 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
             None if config.prompt_lookup_min is None else RepeatedText(config.prompt_lookup_min),
             config.spec.looks_up_alone,
         )
-    # vLLM pads a request with one token to compute (the rest is cached, or the request was preempted) with
-    # placeholder drafts, unless the number of drafts depends on the batch size. As these have no q(x), the rejection
-    # sampler would ignore q(x) of the whole batch. Hence the number is the same for every batch size. (Runner V2
-    # marks placeholders itself.)
-    if config.runner == "v1" and self.dynamic_sd_lookup is None:
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
 
 def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """EngineCore.__init__: let the scheduler of runner V2 choose the number of drafts by the workers' step costs."""
+    """EngineCore.__init__: let the scheduler choose the number of drafts by the workers' step costs."""
     original(self, *args, **kwargs)
     follow_step_costs(self)
 
 
 def follow_step_costs(core: Any, again: bool = False) -> None:
-    """Let an EngineCore's scheduler of runner V2 choose by step costs, which are measured again if `again`."""
+    """Let an EngineCore's scheduler choose by step costs, which are measured again if `again`."""
     lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
     if isinstance(lookup, ScheduledDrafts):
         costs = core.model_executor.collective_rpc("step_costs", kwargs={"again": again})[0]

@@ -90,9 +90,9 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
 
 
 def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
-    """Take the model runner that the options resolve to."""
+    """Take model runner V2 for our methods."""
     config = active_config(self)
-    return bool(original(self)) if config is None else config.runner == "v2"
+    return config is not None or bool(original(self))
 
 
 def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
@@ -108,17 +108,16 @@ def disable_choice_by_batch_size(original: Callable[..., None], self: Any) -> No
 
 
 def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 allows only for its own methods.
+    """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its own methods.
 
     On a CPU without Triton, runner V2 has kernels of ours.
     """
-    config = active_config(self)
-    if config is None or config.runner != "v2":
+    if active_config(self) is None:
         return original(self, *args, **kwargs)
     from vllm.config import vllm as module
 
     from vllm_ppd.vllm_plugins.engine.cpu import native
 
     methods: Any = Literal[(*get_args(module.NgramGPUTypes), "custom_class")]
-    with native.accepted(), temporarily(module, NgramGPUTypes=methods):
+    with native.accepted(), native.asynchronous(), temporarily(module, NgramGPUTypes=methods):
         return original(self, *args, **kwargs)

@@ -8,8 +8,8 @@ from typing import Any
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
-from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
+from vllm_ppd.vllm_plugins.patches.acceptance_watch import AcceptanceWatch
 
 KEY = "vllm_ppd"  # in the statistics of KV connectors
 # Attributes that we add to vLLM's objects.
@@ -19,7 +19,7 @@ PUBLISHED = "vllm_ppd_published"  # of a StatLoggerManager
 
 
 def watch_acceptance(scheduler: Any) -> None:
-    """Let a scheduler warn if hardly any draft is accepted, on either runner."""
+    """Let a scheduler warn if hardly any draft is accepted."""
     setattr(scheduler, WATCH, AcceptanceWatch())
 
 
@@ -62,7 +62,7 @@ def verified(
     """(Request, verified drafts, emitted tokens, whether it decodes greedily, whether it may draft) for each in a step.
 
     Requests that emitted nothing are left out, and so are those without drafts, unless requested. The drafts of a
-    request that opted out do not count, as runner V2 rejects them.
+    request that opted out do not count, as the runner rejects them.
     """
     drafts, seen = scheduler_output.scheduled_spec_decode_tokens, []
     for req_id in output.req_ids if with_others else drafts:

@@ -134,6 +134,29 @@ def _complete_triton(module: ModuleType) -> None:
 
 
 @contextmanager
+def asynchronous() -> Iterator[None]:
+    """Within this context, a CPU's engine schedules as a GPU's would; vLLM turns asynchronous scheduling off there."""
+    from vllm.platforms import current_platform
+
+    if not is_cpu():
+        yield
+        return
+    platform: Any = type(current_platform)
+    stock = vars(platform)["check_and_update_config"]
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        decided = vllm_config.scheduler_config.async_scheduling
+        stock.__get__(None, cls)(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = decided
+
+    platform.check_and_update_config = classmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        platform.check_and_update_config = stock
+
+
+@contextmanager
 def accepted() -> Iterator[None]:
     """Within this context, vLLM's checks for Triton pass, if our kernels are to run instead."""
     if not needed():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timed decode steps of dummy requests on runner V2, enqueued back to back, as with asynchronous scheduling."""
+"""Timed decode steps of dummy requests, enqueued back to back, as with asynchronous scheduling."""
 
 import time
 from collections.abc import Sequence
@@ -13,20 +13,6 @@ WARM, TIMED = 2, 8  # steps with each number of drafts
 STEPS = WARM + TIMED
 
 
-class V2Batch(DummyBatch):
-    """Dummy requests whose drafts stay on the device, and whose tokens the host does not wait for."""
-
-    drafts = 0  # to make after the next step
-
-    def execute(self, output: Any) -> None:
-        output.num_spec_tokens_to_schedule = self.drafts
-        super().execute(output)
-
-    def sample(self, tokens: dict[str, int]) -> None:
-        self.runner.sample_tokens(None)
-        self.emitted = [emitted + tokens.get(name, 0) for name, emitted in zip(self.names, self.emitted, strict=True)]
-
-
 def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]:
     """Seconds of a decode step with each number of drafts per request, 0 or all.
 
@@ -38,7 +24,7 @@ def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]
     seconds = []
     runner.kv_connector.set_disabled(True)
     try:
-        with V2Batch(runner, requests, length_needed(counts, STEPS)) as batch:
+        with DummyBatch(runner, requests, length_needed(counts, STEPS)) as batch:
             for count in counts:
                 batch.drafts, drafts = count, [[TOKEN] * count] * requests
                 for _ in range(WARM):

@@ -43,7 +43,6 @@ class Speculator(DraftModelSpeculator):
             rows=self.max_num_reqs,
             num_drafts=self.num_speculative_steps,
             sampled=self.config.draft_sample_method == "probabilistic" or not self.config.verify,
-            keyed=True,
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
         self.draft_tokens, self.lookup = self.host.draft_tokens, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of runner V2: vLLM's own for the platform, with our model runner and step costs."""
+"""The worker: vLLM's own for the platform, with our model runner and step costs."""
 
 import functools
 from typing import Any
@@ -43,9 +43,8 @@ class StepCostsMixin(UpdatedWorker):
         runner = self.model_runner
         config, counts = runner.speculator.config, [0, runner.speculator.config.num_speculative_tokens]
         config = config.model_copy(update={"step_costs": "measure"}) if again else config
-        steps = [(counts, functools.partial(time_steps, runner))]
-        largest = most_requests(runner, counts, STEPS)
-        costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, steps)
+        largest, timed = most_requests(runner, counts, STEPS), functools.partial(time_steps, runner)
+        costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, counts, timed)
         log_predicted_gain(config, runner.vllm_config, costs)
         return costs
 

@@ -97,10 +97,8 @@ class CPDrafter(ChainDrafter):
     def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
-        token_ids, with_probs = (
-            None if vocabulary is None else vocabulary.token_ids,
-            step.with_probs or step.with_confidence,
-        )
+        token_ids = None if vocabulary is None else vocabulary.token_ids
+        with_probs = step.with_confidence
         embedded = self.target.embed(first) if self.lead else None
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.recurrence is not None:

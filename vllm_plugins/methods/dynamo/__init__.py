@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo drafting: token heads beside the target's last layer, and the joint over their tokens."""
 
-from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
+from vllm_ppd.vllm_plugins.method_spec import MethodSpec
 
 METHOD = MethodSpec(
     "DynaMo drafting",
     drafter=f"{__name__}.drafter.DynaMoDrafter",
-    speculator=f"{ENGINE}.v2.speculator.Speculator",  # its layers run with the target's over every token
-    proposer=f"{__name__}.proposer.DynaMoProposer",
     heads="dynamo",
     needs_heads=True,
     cuts=True,

@@ -4,7 +4,7 @@
 forward  every scheduled token also runs through the heads' layers, whose KV is in the target's own blocks: after
          a prefix-cache hit, a chunk of a prompt or a verified draft the heads' KV is as complete as the target's
 select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
-draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
+draft    the joint's best n-gram, or a sample of it
 """
 
 from __future__ import annotations
@@ -51,15 +51,14 @@ class DynaMoDrafter(Drafter):
         if len(parts) > 1:
             parts = [tuple(map(joined, zip(*parts, strict=True)))]
         counts, *by_draft = parts[0]
-        tokens, probs, confidence = (None if tensors is None else tensors[:, : step.num_drafts] for tensors in by_draft)
+        tokens, confidence = (None if tensors is None else tensors[:, : step.num_drafts] for tensors in by_draft)
         assert tokens is not None
-        return Drafts(tokens, counts, probs, confidence)
+        return Drafts(tokens, counts, confidence)
 
     def _draft(self, step: DraftInputs, part: slice) -> tuple[Any, ...]:
-        """(How many to use [requests], drafts [requests, n], q(x) [requests, n, vocabulary], confidence [requests, n]).
+        """(How many to use [requests], drafts [requests, n], confidence [requests, n], None unless requested).
 
-        q(x) is None for greedy drafts, and confidence unless requested. A joint that is not finite
-        drafts nothing; a draft whose distribution is not finite is INVALID.
+        A joint that is not finite drafts nothing; a draft whose distribution is not finite is INVALID.
         """
         logits = self.logits(step.places[part], self.vocabulary)
         sampling = None if step.sampling is None else step.sampling.at(part)
@@ -67,12 +66,9 @@ class DynaMoDrafter(Drafter):
         context = None if step.context is None else step.context[part]
         with_joints = sampling is not None or step.with_confidence
         choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context, with_joints)
-        tokens, q = (choice.likeliest.tokens, None) if sampling is None else choice.draw(sampling)
-        if q is not None:  # if q(x) is read, over all tokens
-            size, ids = (*q.shape[:2], self.target.vocab_size), choice.top.ids.transpose(0, 1)
-            q = q.new_zeros(size).scatter_(2, ids, q) if step.with_probs else None
+        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)[0]
         confidence = choice.confidence(tokens) if step.with_confidence else None
-        return choice.likeliest.drafts, tokens[:, 1:], q, confidence
+        return choice.likeliest.drafts, tokens[:, 1:], confidence
 
     def parts(self, requests: int, free: int) -> list[slice]:
         """Slices of requests whose joints over a number of free tokens fit memory."""

@@ -6,12 +6,9 @@ from vllm_ppd.vllm_plugins.method_spec import MethodSpec
 METHOD = MethodSpec(
     "early drafting",
     drafter=f"{__name__}.drafter.EarlyExitDrafter",
-    proposer=f"{__name__}.proposer.DeferredKVProposer",
     speculator=f"{__name__}.speculator.DeferredKVSpeculator",
     heads="early",
     cuts=True,
     writes_ahead=True,
     options=("exit_layer", "gamma"),
-    several_exits=f"{__name__}.several_exits.SeveralExitsProposer",
 )
-PARALLEL = f"{__name__}.parallel_proposer.ParallelProposer"

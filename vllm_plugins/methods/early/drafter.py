@@ -40,7 +40,7 @@ class EarlyExitDrafter(Drafter):
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
                 sampling = step.sampling.ahead(offset)
-                reading = self.reader.sample(self.exit_layer, state, sampling, step.with_probs)
+                reading = self.reader.sample(self.exit_layer, state, sampling)
             readings.append(reading)
             token_ids = reading.token_ids
             if step.looked_up is not None:
@@ -52,7 +52,7 @@ class EarlyExitDrafter(Drafter):
         if confidence is not None and self.gamma > 0:
             # NaN passes here and is dropped later as INVALID.
             counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
-        return Drafts(tokens, counts, _stacked([reading.probs for reading in readings]), confidence)
+        return Drafts(tokens, counts, confidence)
 
 
 def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 """Reading drafts at an exit layer: final norm, early head T, and the target's LM head, across tensor-parallel ranks.
 
 If only the best tokens are needed and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
-need all logits, for q(x).
+need all logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.draws import draw_rows
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
-from vllm_ppd.kernels.sampling import Sampling, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
 from vllm_ppd.vllm_plugins.engine.drafter import joined
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.lm_head import LMHead
 
 LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies
-
-# (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
-ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype) -> EarlyHeads | None:
@@ -52,25 +49,6 @@ class Reading(NamedTuple):
 
     token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
-    # [rows, vocabulary] float32: q(x) of sampled drafts; undefined in rows that took the likeliest token.
-    probs: torch.Tensor | None
-
-    def rows(self, index: torch.Tensor) -> Reading:
-        """The readings at an index."""
-        return Reading(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
-
-    def as_drawn(self, sampling: Sampling) -> Reading:
-        """The readings with q(x) one-hot in rows that took the best token."""
-        if self.probs is None:
-            return self
-        greedy = is_greedy(sampling.temperature)
-        return self._replace(probs=drawn_from(self.probs, self.token_ids.clamp(min=0), greedy))
-
-    def replaced(self, index: torch.Tensor, other: Reading) -> Reading:
-        """The readings, with those at an index replaced by another's."""
-        pairs = zip(self, other, strict=True)
-        parts = [None if a is None or b is None else a.index_copy(0, index, b) for a, b in pairs]
-        return Reading(*parts)  # type: ignore[arg-type]
 
 
 class EarlyReader:
@@ -89,49 +67,29 @@ class EarlyReader:
 
     def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
         """The exit's best token of each row; overwrites the state."""
-        return self.greedy_together([(exit_layer, state)], with_confidence)
+        ids, probability = self._whole(self._shard_topk(exit_layer, state, 1, with_confidence), 1, with_confidence)
+        return Reading(ids[:, 0], None if probability is None else probability[:, 0])
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
-        return self._whole(self._shard_topk([(exit_layer, state)], k, False), k, False)[0].clamp(min=0)
+        return self._whole(self._shard_topk(exit_layer, state, k, False), k, False)[0].clamp(min=0)
 
-    def sample(
-        self,
-        exit_layer: int,
-        state: CutState,
-        sampling: Sampling,  # of each row; rows at temperature 0 take the likeliest token
-        with_probs: bool = True,
-    ) -> Reading:
-        """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        return self.sample_together([(exit_layer, state)], sampling, with_probs)
-
-    def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
-        """The best token of each row of several states, concatenated, in one read of the LM head."""
-        ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1, with_confidence)
-        return Reading(ids[:, 0], None if probability is None else probability[:, 0], None)
-
-    def sample_together(self, states: list[ExitState], sampling: Sampling, with_probs: bool = True) -> Reading:
-        """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
+    def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
+        """A sample of each row's exit distribution; rows at temperature 0 take the best token. Overwrites the state."""
+        hidden, classifier = self._transformed(exit_layer, state)
+        at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
         readings, start = [], 0
-        for hidden, classifier in self._joined(states):
-            at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
-            for part in hidden.split(at_once):
-                rows = slice(start, start + len(part))
-                logits = self._logits(part, classifier, gather=True)
-                readings.append(sampled_reading(logits, sampling.at(rows), with_probs))
-                start += len(part)
+        for part in hidden.split(at_once):
+            rows = slice(start, start + len(part))
+            logits = self._logits(part, classifier, gather=True)
+            readings.append(sampled_reading(logits, sampling.at(rows)))
+            start += len(part)
         if len(readings) == 1:
             return readings[0]
         return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
 
-    def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Joined inputs: (states [rows, hidden], the classifier that reads them; None: the LM head)."""
-        parts = [(state[0], None) if layer is None else self._transformed(layer, state) for layer, state in states]
-        if all(classifier is None for _, classifier in parts):
-            return [(torch.cat([hidden for hidden, _ in parts]), None)]
-        return parts
-
     def _transformed(self, exit_layer: int, state: CutState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(States [rows, hidden] that the LM head reads, the classifier that reads them in its place, if any)."""
         with kernels_first():
             hidden = self.adapter.norm(*state)
         if self.heads is not None and self.heads.form == "classifier":
@@ -144,21 +102,20 @@ class EarlyReader:
         logits = functional.linear(hidden, classifier)
         return self.lm_head.gather(logits) if gather else logits
 
-    def _shard_topk(self, states: list[ExitState], k: int, with_probability: bool) -> ShardTopK:
+    def _shard_topk(self, exit_layer: int, state: CutState, k: int, with_probability: bool) -> ShardTopK:
         """The k best tokens of this rank's shard, by a kernel if one runs, else from its logits."""
-        best = []
-        for hidden, classifier in self._joined(states):
-            start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
-            kernel, matrix = chosen(unembed_topk, hidden), None
-            # Not the reference, which uses torch's product where vLLM may have a packed, faster one.
-            if kernel is not unembed_topk:
-                matrix = self.lm_head.plain() if classifier is None else (classifier, None)
-            if matrix is not None:
-                weight, bias = matrix
-                best.append(kernel(hidden, weight, k, start, valid, bias, with_probability))
-            else:
-                best.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
-        return best[0] if len(best) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*best, strict=True)))
+        hidden, classifier = self._transformed(exit_layer, state)
+        start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
+        kernel, matrix = chosen(unembed_topk, hidden), None
+        # Not the reference, which uses torch's product where vLLM may have a packed, faster one.
+        if kernel is not unembed_topk:
+            matrix = self.lm_head.plain() if classifier is None else (classifier, None)
+        if matrix is None:
+            logits = self._logits(hidden, classifier, False)
+            return shard_topk(logits, k, start, valid, with_probability)
+        weight, bias = matrix
+        best: ShardTopK = kernel(hidden, weight, k, start, valid, bias, with_probability)
+        return best
 
     def _whole(self, best: ShardTopK, k: int, with_probability: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids [rows, k] in the whole vocabulary, and their probabilities if requested.
@@ -174,10 +131,10 @@ class EarlyReader:
         return ids, probabilities if with_probability else None
 
 
-def sampled_reading(logits: torch.Tensor, sampling: Sampling, with_probs: bool = True) -> Reading:
+def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
     """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the best token."""
     logits = logits.float()
-    # Of the likeliest token, not the drawn one: if making a draft depended on the latter, q(x) would differ.
+    # Of the likeliest token, not the drawn one, as for greedy requests.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    token_ids, probs = chosen(draw_rows, logits)(logits, sampling, None, with_probs)
-    return Reading(token_ids, confidence, probs)
+    token_ids, _ = chosen(draw_rows, logits)(logits, sampling, None, False)
+    return Reading(token_ids, confidence)

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of a worker group's stage: ours of runner V2, with the group's model runner."""
+"""The worker of a worker group's stage: ours, with the group's model runner."""
 
 import os
 from typing import Any
 
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
-from vllm_ppd.vllm_plugins.engine.graph_modes import without_full_graphs
 from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker, ModelRunner
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
+
+logger = init_logger("vllm.vllm_ppd")
 
 
 class GroupModelRunner(GroupRunnerMixin, ModelRunner):
@@ -25,3 +29,20 @@ class GroupWorker(DraftingWorker):
         os.environ[PARTITION] = required_config(vllm_config, self).partition
         without_full_graphs(vllm_config.compilation_config)
         super().__init__(vllm_config, *args, **kwargs)
+
+
+def without_full_graphs(compilation: Any) -> None:
+    """Replace graphs of the whole model, which cannot run its halves, by those between attention calls if vLLM can."""
+    mode = compilation.cudagraph_mode
+    if not mode.has_full_cudagraphs():
+        return
+    if mode.requires_piecewise_compilation():
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
+        logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)
+        return
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    logger.warning(
+        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot run its halves; "
+        "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+        mode,
+    )
