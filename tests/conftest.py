@@ -117,8 +117,16 @@ def our_log(level: int = logging.WARNING) -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
-def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
-    """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive."""
+def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: bool = False, **settings: Any) -> Any:
+    """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive.
+
+    Args:
+        model: its folder.
+        speculative_config: None for vLLM alone.
+        on_v2: whether vLLM alone runs on model runner V2, the reference for seeds. On a CPU its own runner is V1.
+        settings: of vLLM.
+    """
+    import plain_v2
     from vllm import LLM
 
     from vllm_ppd.vllm_plugins.config.naming import is_ours
@@ -139,7 +147,10 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
-    llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
+    if on_v2:
+        defaults["additional_config"] = plain_v2.MARK
+    with plain_v2.starting() if on_v2 else contextlib.nullcontext():
+        llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
     keep_alive(llm)
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:

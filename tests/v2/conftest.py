@@ -32,46 +32,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def v2_allowed() -> None:
-    """On a CPU, where vLLM takes runner V2 only with Triton, and schedules asynchronously never."""
-    if not ON_GPU:
-        import plain_v2
-
-        from vllm_ppd.vllm_plugins.engine.cpu import native
-
-        plain_v2.allow()
-        native.register()
-
-
 @pytest.fixture(scope="session")
 def v2_engine() -> Factory:
     """v2_engine(speculative_config, asynchronous, **settings) on the demo model; equal arguments, one engine.
 
-    Drafts are made in every step unless the options say something else.
+    Drafts are made in every step unless the options say something else. Without options it is vLLM alone.
     """
     started: dict[str, Any] = {}
 
     def get(options: dict[str, Any] | None = None, asynchronous: bool = False, **settings: Any) -> Any:
         key = repr((options, asynchronous, sorted(settings.items())))
         if key not in started:
-            if options is not None:
-                options = {"runner": "v2", "adaptive": False, **options}
-            settings = {"max_num_seqs": 4, **settings}
-            if ON_GPU:
-                started[key] = start_engine(DEMO, options, **{"async_scheduling": asynchronous, **settings})
-            else:
-                started[key] = on_cpu(options, asynchronous, settings)
+            settings = {"max_num_seqs": 4, "async_scheduling": asynchronous, **settings}
+            started[key] = start_engine(DEMO, options, on_v2=options is None, **settings)
         return started[key]
 
     return get
-
-
-def on_cpu(options: dict[str, Any] | None, asynchronous: bool, settings: dict[str, Any]) -> Any:
-    """Start an engine on runner V2, whether it drafts or not."""
-    import plain_v2
-
-    if options is None:
-        settings = {"additional_config": plain_v2.MARK, **settings}
-    with plain_v2.starting(asynchronous):
-        return start_engine(DEMO, options, **settings)

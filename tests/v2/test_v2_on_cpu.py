@@ -59,7 +59,7 @@ def test_vllm_alone_still_asks_for_triton(on_v2: Any) -> None:
 OWN_METHOD_AFTER_OURS = """
 from cases import generate, greedy, prompts
 from conftest import DEMO, counting, runner_of, start_engine
-ours = start_engine(DEMO, {"method": "cp", "model": str(DEMO.parent / "heads" / "cp"), "runner": "v2"})
+ours = start_engine(DEMO, {"method": "cp", "model": str(DEMO.parent / "heads" / "cp")})
 theirs = start_engine(DEMO, {
     "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3
 })
