@@ -222,7 +222,7 @@ class DraftLengthController:
                 self._explored = self._steps
             if self._steps - self._explored >= EXPLORE_LONGER:
                 self._explored, self.gain = self._steps, np.inf
-                return np.minimum(best.allowed, best.number + 1)
+                return np.minimum(best.allowed, self._more_than(best.number))
             return best.drafts
         self._cost = best.cost
         if not paused:
@@ -235,6 +235,12 @@ class DraftLengthController:
             self._wait = min(2 * self._wait, max(2 * self.first_wait, int((self._cost - 1) / self.explored)))
         self.state, self._explored, self.gain = State.EXPLORING, self._steps, np.inf
         return np.minimum(best.allowed, best.number)
+
+    def _more_than(self, number: int) -> int:
+        """The next larger number of drafts that a step may have."""
+        if self.counts is None:
+            return number + 1
+        return min((count for count in self.counts if count > number), default=number)
 
     def _best(self, allowed: np.ndarray, emitting: int) -> Choice:
         """The choice of the highest expected speed-up."""

@@ -64,6 +64,7 @@ class StepCosts:
 
     def __init__(self, table: CostTable) -> None:
         self.most = table.counts[-1]
+        self.counts = tuple(table.counts[1:])  # measured numbers of drafts
         self._sizes, drafts = np.array(table.sizes, dtype=float), np.arange(1 + self.most)
         ascending = _least_of_larger(np.array(table.seconds))
         self._seconds = np.array([np.interp(drafts, table.counts, row) for row in ascending])  # [sizes, 1 + N]

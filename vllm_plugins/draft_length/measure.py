@@ -18,9 +18,12 @@ SECONDS = 8.0  # after which only the first rounds of required batch sizes start
 GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 
-def counts_of(most: int) -> list[int]:
-    """The numbers of drafts, within 0 to `most`, that are measured."""
-    return sorted({0, 1, most})
+def counts_of(most: int, device: str) -> list[int]:
+    """The numbers of drafts, within 0 to `most`, that are measured and may be chosen.
+
+    A GPU would need whole-model graphs for each of them.
+    """
+    return sorted({0, 1, most} if device == "cpu" else {0, most})
 
 
 def sizes_to_measure(largest: int, max_drafts: int) -> tuple[list[int], list[int]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of drafts on runner V2, which vLLM's scheduler looks up by batch size: none, or all.
+"""The number of drafts, which vLLM's scheduler looks up by batch size: none, all, or another that was measured.
 
 A step is scheduled before its predecessor is verified, so a choice holds for CYCLE steps: when the next choice is
 made, the first of them has been verified. The scheduler alone chooses, so tensor-parallel ranks agree.
@@ -45,6 +45,7 @@ class ScheduledDrafts:
         self.drafts, self.limit, self.max_num_seqs = drafts, limit, max_num_seqs
         self.texts, self.lookups_alone = texts, lookups_alone
         self.controller: DraftLengthController | None = None  # None: always N drafts
+        self.latest = drafts  # drafts per request after the latest step, which the next step verifies
         self.counts: Counter[str] = Counter()  # for our counters at /metrics
         self._chosen, self._left, self._any_allowed = drafts, 0, True
         self._req_ids: list[str] = []
@@ -53,7 +54,7 @@ class ScheduledDrafts:
     def follow(self, costs: StepCosts) -> None:
         """Choose by the costs of steps from here on."""
         self.controller = DraftLengthController(
-            costs, 2 * KINDS, counts=(self.drafts,), first_wait=FIRST_WAIT, explored=EXPLORED
+            costs, 2 * KINDS, counts=costs.counts, first_wait=FIRST_WAIT, explored=EXPLORED
         )
         self._left = 0
 
@@ -67,6 +68,10 @@ class ScheduledDrafts:
 
     def __getitem__(self, requests: int) -> int:
         """Drafts per request to make after the step that is being scheduled."""
+        self.latest = self._after_step(requests)
+        return self.latest
+
+    def _after_step(self, requests: int) -> int:
         if self.limit is not None and requests > self.limit:
             self.counts[BATCH_SIZE] += 1
             return 0

@@ -47,6 +47,8 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
     ("vllm.v1.engine.async_llm:AsyncLLM", "generate", requests.checked_before_streaming),
     (_RESPONSES, "_generate_with_builtin_tools", requests.checked_before_streaming),
     (_SCHEDULER, "__init__", scheduling.make_scheduler),
+    (_SCHEDULER, "schedule", scheduling.schedule),
+    (_SCHEDULER, "_update_after_schedule", scheduling.update_after_schedule),
     (_CORE, "__init__", scheduling.make_core),
     (_CORE, "post_step", scheduling.post_step),
     (_CORE, "sleep", scheduling.sleep),

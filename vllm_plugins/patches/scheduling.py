@@ -10,9 +10,12 @@ from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
 
 logger = logging.getLogger("vllm.vllm_ppd")
+
+PADDING = "vllm_ppd_padding"  # attribute that we add to a Scheduler: its ScheduledDrafts in a step that pads
 
 
 def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,6 +45,27 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
             None if config.prompt_lookup_min is None else RepeatedText(config.prompt_lookup_min),
             config.spec.looks_up_alone,
         )
+
+
+def schedule(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Scheduler.schedule: keep steps uniform where a request is admitted with one token to compute.
+
+    vLLM pads such a request with placeholder drafts, unless it finds a lookup of the number of drafts. A decode
+    instance of disaggregated serving admits every request so. A step that is not uniform takes no whole-model graph.
+    """
+    drafts = getattr(self, "dynamic_sd_lookup", None)
+    if not isinstance(drafts, ScheduledDrafts) or drafts.latest != self.num_spec_tokens:
+        return original(self, *args, **kwargs)
+    with temporarily(self, **{"dynamic_sd_lookup": None, PADDING: drafts}):
+        return original(self, *args, **kwargs)
+
+
+def update_after_schedule(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
+    """Scheduler._update_after_schedule: choose the number of drafts of a step that pads."""
+    drafts: ScheduledDrafts | None = getattr(self, PADDING, None)
+    if drafts is not None and scheduler_output.num_scheduled_tokens:
+        scheduler_output.num_spec_tokens_to_schedule = drafts[len(scheduler_output.num_scheduled_tokens)]
+    return original(self, scheduler_output)
 
 
 def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

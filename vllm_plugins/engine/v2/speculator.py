@@ -5,6 +5,7 @@ Every request of a step gets K draft IDs, as vLLM schedules one number for a bat
 masked during verification. A decode step launches one staging kernel and replays one graph.
 """
 
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -81,12 +82,23 @@ class Speculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+        config = self._config_of_graphs()
+        self.graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
         if self.host.sampled:
-            self.sampled_graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+            self.sampled_graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
         wanted = self.vllm_config.compilation_config.cudagraph_mode
         if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
             logger.info("vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s", wanted.name)
+
+    def _config_of_graphs(self) -> Any:
+        """vLLM's configuration for graphs of drafts, up to the largest batch whose verification has a graph."""
+        config = copy.copy(self.vllm_config)
+        sizes = config.compilation_config.cudagraph_capture_sizes
+        if sizes:
+            config.scheduler_config = copy.copy(config.scheduler_config)
+            verified = max(max(sizes) // (1 + self.num_speculative_steps), 1)
+            config.scheduler_config.max_num_seqs = min(verified, self.max_num_reqs)
+        return config
 
     def capture(self) -> None:
         for sampled, manager in enumerate((self.graphs, self.sampled_graphs)):

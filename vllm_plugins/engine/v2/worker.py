@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
@@ -35,13 +36,14 @@ class StepCostsMixin(UpdatedWorker):
         return times
 
     def step_costs(self, again: bool = False) -> MeasuredCosts | None:
-        """Costs of steps with no drafts and with all; called by the scheduler's process, in every worker.
+        """Costs of steps with and without drafts; called by the scheduler's process, in every worker.
 
         Args:
             again: measure them even if an earlier start has saved them.
         """
         runner = self.model_runner
-        config, counts = runner.speculator.config, [0, runner.speculator.config.num_speculative_tokens]
+        config = runner.speculator.config
+        counts = counts_of(config.num_speculative_tokens, runner.device.type)
         config = config.model_copy(update={"step_costs": "measure"}) if again else config
         largest, timed = most_requests(runner, counts, STEPS), functools.partial(time_steps, runner)
         costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, counts, timed)
