@@ -95,6 +95,9 @@ def of_target(
         workers.append(method.group.worker)
     yield parallel.worker_cls not in workers and (
         f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own")
+    yield on_cpu and args.enable_batch_sharded_sampling and (
+        "--enable-batch-sharded-sampling is not supported with vllm-ppd on a CPU, for which it has no kernel; leave it "
+        "out")
     yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
     yield cuts and args.enable_lora and (
         f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM sets no adapter; "
