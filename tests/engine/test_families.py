@@ -6,16 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 import torch
-from cases import CASES, generate, greedy, prompts
-from conftest import ROOT, Factory, drafter_of, full_but, start_engine
+from cases import CASES
+from conftest import ROOT, Factory, counting, drafter_of, full_but, start_engine
 
+from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
-from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV
 
 pytestmark = pytest.mark.engine
 
@@ -38,10 +41,10 @@ def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
     return True
 
 
-def whole_model(proposer: DeferredKVProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def whole_model(adapter: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
-    decoder = proposer.host.target.cut.adapter.decoder
-    if not isinstance(proposer.host.target.cut.adapter, TransformersAdapter):
+    decoder = adapter.decoder
+    if not isinstance(adapter, TransformersAdapter):
         return type(decoder).forward(decoder, input_ids, positions, None)
     output = type(decoder).forward(
         decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
@@ -55,42 +58,40 @@ def test_every_family_has_a_tiny_model() -> None:
 
 # One of each adapter; two KV cache groups. The others differ from Llama inside vLLM's own layers.
 CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite", "gpt_oss"}
+TWO_CASES = "batch_16", "arrivals_and_aborts"
 
 
 @pytest.mark.parametrize("family", full_but(CUT_QUICKLY, tiny.FAMILIES))
 def test_cut_is_exact(
-    family: str, tiny_model: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    family: str, tiny_model: Factory, alone: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    """The same tokens in one batch three ways; the KV that they write is the same each time."""
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
-    model = tiny_model(family)
-    expected = generate(engine(family=family), prompts(6), greedy(24))
-
+    expected = [alone(case, family=family) for case in TWO_CASES]
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
-    original = DeferredKVProposer.forward
+    original = DeferredKV.forward
 
-    def compare(
-        self: DeferredKVProposer, input_ids: torch.Tensor | None, positions: torch.Tensor
-    ) -> torch.Tensor | None:
-        ids = self.runner.input_ids.gpu[: positions.shape[0]]
-        # The same tokens in one batch three ways; the KV they write is the same each time.
-        whole = whole_model(self, ids, positions).clone()
-        stacks = self.host.target.cut.forward(ids, positions).clone()
+    def compare(self: DeferredKV, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        cut = self.host.target.cut
+        whole = whole_model(cut.adapter, input_ids, positions).clone()
+        stacks = ModelCut.forward(cut, input_ids, positions).clone()
         differences["cut"].append((stacks - whole).abs().max().item())
         deferred = original(self, input_ids, positions)
         if deferred is not None:
             differences["deferred"].append((deferred - whole).abs().max().item())
         return deferred
 
-    monkeypatch.setattr(DeferredKVProposer, "forward", compare)
-    llm = start_engine(model, {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.01})
-    assert generate(llm, prompts(6), greedy(24)) == expected
-    assert drafter_of(llm).host.target.cut.exit_layers == (2, 4)
+    monkeypatch.setattr(DeferredKV, "forward", compare)
+    llm = start_engine(tiny_model(family), {"method": "ppd", "exit_layer": 4})
+    with counting(llm) as seen:
+        assert [CASES[case](llm) for case in TWO_CASES] == expected
+    assert seen["accepted"] > 0 and seen["deferred_steps"] > 5
+    assert drafter_of(llm).cut.exit_layers == (4,)
     assert max(differences["cut"]) == 0.0
     # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
     assert len(differences["deferred"]) > 5
     assert max(differences["deferred"]) < 1e-4
-    assert llm.counts["accepted"] > 0
 
 
 def architecture(family: str) -> str:
@@ -107,17 +108,18 @@ def test_token_heads_of_every_family(
     """DynaMo's layers are of the family's own class, take its checkpoint's names, and write KV of their own."""
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
-    expected = alone("batch_16", family=family), alone("arrivals_and_aborts", family=family)
+    expected = [alone(case, family=family) for case in TWO_CASES]
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
     layers = drafter_of(llm).host.target.cut.branches.layers
     assert [type(layer) for layer in layers] == [type(drafter_of(llm).host.target.cut.adapter.layers[-1])] * 2
-    assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected
+    assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert llm.counts["accepted"] > 0
 
 
 FIT = """
 import json, sys
 from pathlib import Path
+from typing import Any
 import overfitted
 model, sequences, out = map(Path, sys.argv[1:])
 overfitted.fit(model, "cp", json.loads(sequences.read_text()), out, rank=2, condition="chain")
@@ -143,20 +145,17 @@ def test_cp_heads_need_no_adapter(
 ) -> None:  # fmt: skip
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
-    cases = "batch_16", "arrivals_and_aborts"
-    expected = {case: alone(case, family=family) for case in cases}
+    expected = [alone(case, family=family) for case in TWO_CASES]
     if family in TRANSFORMERS_BACKEND:
         heads = fitted_elsewhere(tiny_model(family), said(family), tmp_path)
     else:
         heads = fitted_heads("cp", family, rank=2, condition="chain")
     llm = engine({"method": "cp", "model": heads}, family=family)
-    assert {case: CASES[case](llm) for case in cases} == expected
+    assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert llm.counts["accepted"] > 0
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite"])
 def test_token_heads_are_refused_where_layers_cannot_be_added(family: str, tiny_model: Factory) -> None:
-    from vllm_ppd.vllm_plugins.config.options import OptionError
-
     with pytest.raises(OptionError, match=r"ForCausalLM is (served by|not supported with) .* use early or CP heads"):
         start_engine(tiny_model(family), {"method": "dynamo", "model": "/any"})

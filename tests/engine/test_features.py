@@ -10,21 +10,17 @@ import pytest
 import torch
 from cases import CASES, greedy, prompts
 from conftest import Factory, counting, drafter_of, full_but, runner_of, start_engine
+from methods import METHODS
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker, set_draft_length
+from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 3},
-    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
-}
 CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM head
 LAYERS = {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}
 
@@ -72,7 +68,7 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, kind
     torch.testing.assert_close(target.embed(ids), drafter_of(base).host.target.embed(ids), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 def test_kv_connector(
     engine: Factory, with_heads: Factory, tiny_model: Factory, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, name: str,
@@ -80,11 +76,14 @@ def test_kv_connector(
     """KV of prompts is stored and loaded, that of draft layers included; drafts are never stored."""
     where = {"shared_storage_path": str(tmp_path)}
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=where)
-    requests, options = prompts(4, 100), {**with_heads(VARIANTS[name]), "step_costs": "measure"}
+    requests, options = prompts(4, 100), with_heads({**METHODS[name], "adaptive": True, "step_costs": "measure"})
     expected = [list(o.outputs[0].token_ids) for o in engine().generate(requests, greedy(), use_tqdm=False)]
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)  # one a process, and its end is the test's
     # The connector stores prompts that are taken in at once.
     llm = start_engine(tiny_model(), options, kv_transfer_config=connector, max_num_batched_tokens=512)
+    lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    assert lookup.controller is not None, "step costs were not measured beside a connector"
+    lookup.controller = None  # every step drafts
     stored: list[set[str]] = []
     for hit in (False, True):
         with counting(llm) as seen:
@@ -94,9 +93,6 @@ def test_kv_connector(
             assert [output.num_cached_tokens for output in outputs] == hits
         assert seen["accepted"] > 0
         stored.append({path.name for path in tmp_path.rglob("*.safetensors")})
-    # Step costs are measured beside a connector, too.
-    set_draft_length(drafter_of(llm))
-    assert drafter_of(llm).planner.controller is not None
     layers = len(runner_of(llm).compilation_config.static_forward_context)
     assert stored[0] == stored[1] and len(stored[0]) == layers == 6 + 2 * (name == "dynamo")
 
@@ -126,7 +122,7 @@ class Pool:
             torch.tensor([], dtype=torch.uint8).set_(storage).copy_(self.kept[address])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 def test_sleep_level_1(
     engine: Factory, with_heads: Factory, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -148,7 +144,7 @@ def test_sleep_level_1(
     monkeypatch.setattr(DraftingWorker, "load_model", load_model)
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
     monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: pool.resume())
-    llm = start_engine(tiny_model(), with_heads(VARIANTS[name]), enable_sleep_mode=True, enable_prefix_caching=True)
+    llm = start_engine(tiny_model(), with_heads(METHODS[name]), enable_sleep_mode=True, enable_prefix_caching=True)
     expected = CASES["batch_16"](engine())
     assert CASES["batch_16"](llm) == expected
     with pytest.raises(OptionError, match=r"sleep level 2 is not supported .* use level 1"):

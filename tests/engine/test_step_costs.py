@@ -14,19 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy, prompts
-from configured import drafting, from_dict
+from configured import drafting as drafting_config
+from configured import from_dict
 from conftest import Factory, drafter_of, our_log, runner_of, start_engine
+from methods import METHODS
 from safetensors.torch import load_file, save_file
-from test_bypass import ADAPTIVE, with_costs
 from vllm import envs
 
 from vllm_ppd.heads.planning.timings import served_steps
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine import step_costs
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
-from vllm_ppd.vllm_plugins.engine.v1 import worker
-from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
+from vllm_ppd.vllm_plugins.engine.v2 import worker
+from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
+from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
+
+ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": True}
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS)
@@ -141,92 +146,10 @@ def test_a_damaged_or_implausible_file_is_none(damage: bytes, tmp_path: Path) ->
     assert step_costs.load(path) is None
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "largest"),
-    [
-        ("scheduler_config", "max_num_seqs", 16, 16),
-        ("", "max_model_len", 20, 0),  # a request of a round is longer
-        ("kv_cache_config", "num_blocks", 12, 11),  # a block each, and vLLM's null block
-        ("scheduler_config", "max_num_batched_tokens", 48, 12),
-    ],
-)
-def test_the_largest_batch_that_can_be_timed(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, value: int, largest: int
-) -> None:
-    runner = runner_of(engine(ADAPTIVE))
-    monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
-    assert most_requests(runner, [0, 1, 3], STEPS) == largest
-
-
-def drafts_of(llm: Any, run: Callable[[Any], Any]) -> list[list[int]]:
-    """Numbers of drafts of each request that are made while an engine serves, step by step."""
-    drafter, made = drafter_of(llm), []
-    draft = drafter.draft
-
-    def noted(step: Any) -> list[list[int]]:
-        drafts = draft(step)
-        made.append([len(ids) for ids in drafts])
-        return drafts
-
-    drafter.draft = noted
-    try:
-        run(llm)
-    finally:
-        del drafter.draft
-    return made
-
-
-@pytest.mark.engine
-def test_engines_with_the_same_table_make_the_same_drafts(
-    engine: Factory, tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
-    monkeypatch.setattr(costs, "LIMIT", math.inf)  # whatever runs next to the tests
-    first, second = start_engine(tiny_model(), ADAPTIVE), engine(ADAPTIVE)
-    # The first start has measured, and left no trace of it but a file.
-    (path,) = (tmp_path / "vllm_ppd_step_costs").iterdir()
-    kept = step_costs.load(path)
-    assert kept is not None and kept.method.counts == [0, 1, 3] and kept.method.sizes == [1, 4, 16]
-    for_plans = served_steps(str(path), str(tiny_model()))
-    assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 5}, 3)
-    drafter, runner = drafter_of(first), runner_of(first)
-    assert not drafter.counters.values.any() and drafter.planner.forced is None
-    assert not runner.requests and runner.input_batch.num_reqs == 0
-    # Both take the table of a file that stands where the first has left it.
-    MeasuredCosts(method=TABLE).save(path)
-    monkeypatch.setattr(worker, "time_steps", lambda *args: pytest.fail("measured anew"))
-    for llm in (first, second):
-        worker.set_draft_length(drafter_of(llm))
-    cases = (CASES["more_than_fit"], CASES["arrivals_and_aborts"])
-    for case in cases:
-        made = [drafts_of(llm, case) for llm in (first, second)]
-        assert made[0] == made[1]
-        assert len({count for step in made[0] for count in step}) > 1
-    # Another number of drafts is another file, and so is every measuring anew of the same one.
-    monkeypatch.undo()
-    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
-    monkeypatch.setattr(costs, "LIMIT", math.inf)
-    drafter.config = drafter.config.model_copy(update={"step_costs": "measure"})
-    timed = []
-
-    def noted(drafter: Any, looked_up: bool, *arguments: Any) -> list[float]:
-        timed.append(looked_up)
-        np.random.seed(1)  # noqa: NPY002
-        return time_steps(drafter, looked_up, *arguments)
-
-    monkeypatch.setattr(worker, "time_steps", noted)
-    random = np.random.get_state()[1].tolist()  # noqa: NPY002
-    worker.set_draft_length(drafter)
-    assert np.random.get_state()[1].tolist() == random  # noqa: NPY002
-    assert step_costs.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
-    assert timed and not any(timed)  # without prompt lookup none of its steps is timed
-
-
 def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
     """So a start that measures replaces the file that later starts read."""
     files = [
-        step_costs.cache_file(drafting(vllm_config), vllm_config)
+        step_costs.cache_file(drafting_config(vllm_config), vllm_config)
         for options in ({}, {"step_costs": "measure"}, {"adaptive": False}, {"exit_layer": 4})
         for vllm_config in [from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})]
     ]
@@ -241,7 +164,7 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
 
     def kept_in() -> Path:
         vllm_config = from_dict(tiny_model(), {"method": "cp", "model": str(heads)})
-        return step_costs.cache_file(drafting(vllm_config), vllm_config)
+        return step_costs.cache_file(drafting_config(vllm_config), vllm_config)
 
     first = kept_in()
     assert kept_in() == first
@@ -253,34 +176,108 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     assert kept_in() != retrained
 
 
+# ---- engines
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "largest"),
+    [
+        ("scheduler_config", "max_num_seqs", 16, 16),
+        ("", "max_model_len", 20, 0),  # a request of a round is longer
+        ("kv_cache_config", "num_blocks", 12, 5),  # two blocks each, and vLLM's null block
+        ("scheduler_config", "max_num_batched_tokens", 48, 12),
+    ],
+)
+def test_the_largest_batch_that_can_be_timed(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, value: int, largest: int
+) -> None:
+    runner = runner_of(engine({**ADAPTIVE, "adaptive": False}))
+    monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
+    assert most_requests(runner, [0, 3], STEPS) == largest
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of step costs, for which no machine is too busy."""
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
+    monkeypatch.setattr(costs, "LIMIT", math.inf)
+    return tmp_path / "vllm_ppd_step_costs"
+
+
+def choices_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of drafts that the scheduler chooses while an engine serves, step by step."""
+    stock, choices = ScheduledDrafts.__getitem__, []
+
+    def choose(self: ScheduledDrafts, requests: int) -> int:
+        choices.append(stock(self, requests))
+        return choices[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ScheduledDrafts, "__getitem__", choose)
+        for case in ("more_than_fit", "arrivals_and_aborts"):
+            CASES[case](llm)
+    return choices
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_engines_with_the_same_table_make_the_same_drafts(
+    tiny_model: Factory, cache: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Whatever their steps take: a choice reads acceptance and the table."""
+    first = start_engine(tiny_model(), ADAPTIVE, async_scheduling=asynchronous)
+    # The first start has measured, and left no trace of it but a file.
+    (path,) = cache.iterdir()
+    kept = step_costs.load(path)
+    assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 3], [1, 4, 16])
+    for_plans = served_steps(str(path), str(tiny_model()))
+    assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 5}, 3)
+    assert not drafter_of(first).counters.values.any() and not runner_of(first).req_states.req_id_to_index
+    # Both take the table of a file that stands where the first has left it.
+    dear = [[1.0, 1.3], [1.0, 1.4]]
+    table = MeasuredCosts(method=CostTable(sizes=[1, 4], counts=[0, 3], seconds=dear, second_fastest=dear))
+    table.save(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "time_steps", lambda *args: pytest.fail("measured anew"))
+        second = start_engine(tiny_model(), ADAPTIVE, async_scheduling=asynchronous)
+        follow_step_costs(first.llm_engine.engine_core.engine_core)
+    choices = [choices_of(llm, monkeypatch) for llm in (first, second)]
+    assert choices[0] == choices[1] and len(set(choices[0])) == 2
+    # Measuring anew replaces the file, and changes no random number.
+    random = np.random.get_state()[1].tolist()  # noqa: NPY002
+    first.collective_rpc("step_costs", kwargs={"again": True})
+    assert np.random.get_state()[1].tolist() == random  # noqa: NPY002
+    assert list(cache.iterdir()) == [path] and step_costs.load(path) not in (None, kept, table)
+
+
 @pytest.mark.engine
 def test_costs_of_a_busy_machine_serve_a_single_start(
     engine: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of a busy start is not read; nor is one written while the machine stays busy."""
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
-    drafter = drafter_of(engine(ADAPTIVE))
+    llm = engine(ADAPTIVE)
+    drafter = drafter_of(llm)
     path = step_costs.cache_file(drafter.config, drafter.vllm_config)
     table = CostTable(sizes=[1, 4, 16], counts=[0, 1, 3], seconds=BUSY, second_fastest=BUSY)
     MeasuredCosts(method=table).save(path)
     written = path.read_bytes()
 
-    def disturbed(drafter: Any, looked_up: bool, requests: int, counts: Sequence[int]) -> list[float]:
-        seconds = np.maximum.accumulate(time_steps(drafter, looked_up, requests, counts))
-        seconds[-1] *= 5 if requests == 1 else 1
-        return seconds.tolist()
+    def disturbed(runner: Any, requests: int, counts: Sequence[int]) -> list[float]:
+        return [9.0 if requests == 1 and count else 1.0 + count for count in counts]
 
     monkeypatch.setattr(worker, "time_steps", disturbed)
     with our_log(logging.INFO) as messages:
-        worker.set_draft_length(drafter)
-    assert path.read_bytes() == written and drafter.planner.controller is not None
+        assert llm.collective_rpc("step_costs")[0].method.sizes == [1, 4, 16]
+    assert path.read_bytes() == written
     assert "again, as they are" in messages[0] and any("again, as the machine" in message for message in messages)
     (warning,) = (message for message in messages if "this start only" in message)
     assert "--ppd-step-costs measure" in warning and len(warning) <= 300
 
 
 STAYS_OFF = "tokens per second; drafting stays off there automatically"
-CHEAP, DEAR = [1.0, 1.1, 1.2], [1.0, 3.0, 9.0]  # seconds of steps with 0, 1 and 2 drafts
+CHEAP, DEAR = [1.0, 1.2], [1.0, 9.0]  # seconds of steps with 0 and 2 drafts
 
 
 @pytest.mark.engine
@@ -298,55 +295,39 @@ def test_heads_that_are_predicted_to_gain_nothing_are_named_at_start(
     engine: Factory, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     adaptive: bool, seconds: list[list[float]], level: int, said: str,
 ) -> None:  # fmt: skip
-    """Heads of 1.6 tokens a step with a draft, and 2.2 with two, at batch sizes of 1 and 4."""
+    """Heads of 2.2 tokens a step with two drafts, at batch sizes of 1 and 4."""
     llm = engine({"method": "cp", "model": str(whole_heads("cp"))})
-    drafter, worker_of = drafter_of(llm), llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    drafter = drafter_of(llm)
     monkeypatch.setattr(drafter, "config", drafter.config.model_copy(update={"adaptive": adaptive}))
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
-    table = CostTable(sizes=[1, 4], counts=[0, 1, 2], seconds=seconds, second_fastest=seconds)
+    table = CostTable(sizes=[1, 4], counts=[0, 2], seconds=seconds, second_fastest=seconds)
     MeasuredCosts(method=table).save(step_costs.cache_file(drafter.config, drafter.vllm_config))
     with our_log(level) as messages:
-        worker_of.compile_or_warm_up_model()
-    drafter.planner.controller = None
+        llm.collective_rpc("step_costs" if adaptive else "compile_or_warm_up_model")
     messages = [message for message in messages if "predicted to gain nothing" in message]
     assert len(messages) == bool(said) and all(said in message and len(message) <= 450 for message in messages)
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("method", "looked_up"), [("gamma", False), ("dynamo", False), ("cp", False), ("cp", True), ("dynamo", True)]
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
-    method: str, looked_up: bool, engine: Factory, fitted_heads: Factory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    options = {"gamma": {"method": "ppd", "gamma": 0.9, "num_speculative_tokens": 3}}
-    llm = engine(options.get(method) or {"method": method, "model": fitted_heads(method), "adaptive": True})
-    drafter, runner = drafter_of(llm), runner_of(llm)
-    most = drafter.config.num_speculative_tokens
-    counts, steps, execute = [0, 1, most], [], runner.execute_model
+    name: str, engine: Factory, drafting: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = drafting(METHODS[name])
+    runner, steps = runner_of(llm), []
+    counts, execute = [0, drafter_of(llm).config.num_speculative_tokens], runner.execute_model
 
     def noted(output: Any, *args: Any) -> Any:
         drafts = output.scheduled_spec_decode_tokens
         steps.append([len(drafts.get(name, ())) for name in output.num_scheduled_tokens])
         return execute(output, *args)
 
-    monkeypatch.setattr(runner, "execute_model", noted)
-    seconds = time_steps(drafter, looked_up, 3, counts)
-    assert len(seconds) == 3 and min(seconds) > 0
-    decode = steps[1:-1]  # after the prompts, before the end
-    timed = [decode[i : i + STEPS][1:] for i in range(0, len(decode), STEPS)]
-    assert timed == [[[count] * 3] * (STEPS - 1) for count in (most, 1, 0)]
-    monkeypatch.undo()
-    assert not any("dummy" in name for name in runner.requests) and drafter.planner.forced is None
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "execute_model", noted)
+        seconds = time_steps(runner, 3, counts)
+    assert len(seconds) == 2 and min(seconds) > 0
+    # After the prompts, before the end.
+    assert steps[1:-1] == [[count] * 3 for count in counts for _ in range(STEPS)]
+    assert not runner.req_states.req_id_to_index
     requests = prompts(3, 20)
     assert generate(llm, requests, greedy(20)) == generate(engine(), requests, greedy(20))
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("share", [0.1, 0.35])
-@pytest.mark.parametrize("case", ["more_than_fit", "structured_output"])
-def test_same_tokens(share: float, case: str, engine: Factory, alone: Factory) -> None:
-    expected, llm = alone(case), engine(ADAPTIVE)
-    with_costs(llm, share)
-    assert CASES[case](llm) == expected

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Before anything imports vLLM."""
 
-import interpreted
+import interpreter
 
-interpreted.prepare()
+interpreter.prepare()

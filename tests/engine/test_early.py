@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on runner V2: which steps take saved states, and what they save."""
+"""Early drafting: which steps take saved states, and what they save."""
 
 from collections import Counter
 from typing import Any
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, runner_of
-from small import METHODS
+from conftest import Factory, counting, drafter_of, runner_of
+from methods import METHODS
 
 from vllm_ppd.vllm_plugins.engine.metrics import totals
 
@@ -17,9 +17,9 @@ EARLY = METHODS["early"]
 
 
 @pytest.fixture
-def modes(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def modes(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps of the early engine by the way that they go."""
-    speculator, seen = runner_of(v2_engine(EARLY)).speculator, Counter[str]()
+    speculator, seen = drafter_of(engine(EARLY)), Counter[str]()
     stock = speculator.begin_step
 
     def begin_step(batch: Any) -> None:
@@ -30,8 +30,8 @@ def modes(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-def test_decoding_runs_the_deep_layers_alone(v2_engine: Factory, modes: Counter[str]) -> None:
-    llm = v2_engine(EARLY)
+def test_decoding_runs_the_deep_layers_alone(engine: Factory, modes: Counter[str]) -> None:
+    llm = engine(EARLY)
     before = totals()
     generate(llm, prompts(2, 20), greedy(16))
     assert modes["full"] == 1  # both prompts fit one step
@@ -40,25 +40,23 @@ def test_decoding_runs_the_deep_layers_alone(v2_engine: Factory, modes: Counter[
     assert modes["deep"] >= 4 and not modes["mixed"]
 
 
-def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Factory, modes: Counter[str]) -> None:
+def test_a_prompt_that_joins_leaves_the_others_their_states(engine: Factory, modes: Counter[str]) -> None:
     """The first stack runs over the prompt's tokens, the last one over all."""
     requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
-    expected = generate(v2_engine(), requests, params)
-    assert generate(v2_engine(EARLY), requests, params) == expected
+    expected = generate(engine(), requests, params)
+    assert generate(engine(EARLY), requests, params) == expected
     assert modes["mixed"] >= 2 and modes["deep"] >= 2
 
 
-def test_drafts_end_at_the_length_that_fits(v2_engine: Factory) -> None:
+def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
     """vLLM reduces an automatic --max-model-len to what the KV cache holds, after the model has loaded."""
-    runner = runner_of(v2_engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20))
+    runner = runner_of(engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20))
     assert runner.speculator.passes.max_model_len == runner.max_model_len < runner.speculator.max_model_len
 
 
-def test_shallow_work_is_not_done_twice(
-    v2_engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shallow_work_is_not_done_twice(engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In deep and mixed steps the first stack sees no token that a shallow pass has seen."""
-    speculator = runner_of(v2_engine(EARLY)).speculator
+    speculator = drafter_of(engine(EARLY))
     first, tokens = speculator.cut.stacks[0], []
     stock = type(first).__call__
 
@@ -69,15 +67,15 @@ def test_shallow_work_is_not_done_twice(
 
     monkeypatch.setattr(type(first), "__call__", call)
     request, decoded = prompts(1, 20), 12
-    generate(v2_engine(EARLY), request, greedy(decoded))
+    generate(engine(EARLY), request, greedy(decoded))
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
     width = speculator.deferred.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
 
 
-def test_a_captured_pass_attends_to_the_whole_sequence(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_captured_pass_attends_to_the_whole_sequence(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
-    speculator = runner_of(v2_engine(EARLY)).speculator
+    speculator = drafter_of(engine(EARLY))
     passes, staging, rows, device = speculator.passes, speculator.host.staging, 2, speculator.device
     builder = type(speculator.attn_groups[0][0].get_metadata_builder())
     monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
@@ -97,21 +95,11 @@ def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:
     return metadata
 
 
-def test_drafts_below_gamma_are_verified_as_well(v2_engine: Factory) -> None:
+def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:
     """vLLM schedules them with the batch's others, and what is right among them costs nothing."""
     requests, accepted = prompts(2, 40), []
-    for llm in (v2_engine(EARLY), v2_engine({**EARLY, "gamma": 0.999})):
+    for llm in (engine(EARLY), engine({**EARLY, "gamma": 0.999})):
         with counting(llm) as seen:
-            assert generate(llm, requests, greedy(16)) == generate(v2_engine(), requests, greedy(16))
+            assert generate(llm, requests, greedy(16)) == generate(engine(), requests, greedy(16))
         accepted.append(seen["accepted"])
     assert accepted[0] == accepted[1] > 0
-
-
-@pytest.mark.full
-def test_compiled(v2_engine: Factory) -> None:
-    """Each stack is compiled by itself, before the first request; mixed steps run them, too."""
-    requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
-    expected = generate(v2_engine(), requests, params)
-    llm = v2_engine(EARLY, enforce_eager=False)
-    assert all(stack.compiled for stack in runner_of(llm).speculator.cut.stacks)
-    assert generate(llm, requests, params) == expected

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, runner_of
-from small import METHODS, Small
+from methods import METHODS
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 pytestmark = pytest.mark.engine
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def adaptive(
-    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    drafting: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., tuple[Any, list[Any]]]:
     """An engine that verifies adaptively, as one with CUDA graphs does; and (scheduled, verified) drafts by step."""
 
     def get(name: str, of_a_token: float) -> tuple[Any, list[Any]]:
-        llm = v2_engine(METHODS[name])
+        llm = drafting(METHODS[name])
         runner = runner_of(llm)
         speculator, most = runner.speculator, runner.max_num_tokens
         manager = adaptive_verification.AdaptiveVerificationManager(
@@ -56,10 +56,10 @@ def adaptive(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_output_is_the_same(v2_engine: Factory, adaptive: Factory, name: str) -> None:
+def test_output_is_the_same(engine: Factory, adaptive: Factory, name: str) -> None:
     """Where drafts of a batch are left out, the others are verified, and early drafting's states are still matched."""
     requests, params = prompts(3, 20), [greedy(max_tokens=n) for n in (24, 12, 24)]
-    expected = generate(v2_engine(), requests, params)
+    expected = generate(engine(), requests, params)
     llm, steps = adaptive(name, 0.1)
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected
@@ -90,7 +90,7 @@ def test_confidence_is_of_drafts_that_may_be_used(
 
     monkeypatch.setattr(speculator, "propose", propose)
     opted_out = [greedy(12, extra_args={"ppd_draft": allowed}) for allowed in (True, False)]
-    generate(Small(llm, 2, 12), prompts(2), opted_out)
+    generate(llm, prompts(2), opted_out)
     confidence, may_draft = (torch.cat([step[i] for step in seen]) for i in range(2))
     assert may_draft.any() and not may_draft.all()
     first = confidence[may_draft, 0]  # those behind it may be more than the method stands for
@@ -101,7 +101,7 @@ def test_confidence_is_of_drafts_that_may_be_used(
 def test_drafts_that_never_pay_are_left_out(adaptive: Factory) -> None:
     llm, steps = adaptive("cp", 100.0)
     with counting(llm) as seen:
-        generate(Small(llm, 2, 8), prompts(2), greedy(8))
+        generate(llm, prompts(2), greedy(8))
     # The first drafts of a request count as sure: their confidence is known a step later.
     assert sum(verified for _, verified, _ in steps) < sum(scheduled for scheduled, _, _ in steps) / 2
     assert seen["drafted"] > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on runner V2 with chunked local attention (Llama 4): shallow passes attend to the right chunk."""
+"""Early drafting with chunked local attention (Llama 4): shallow passes attend to the right chunk."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tiny
 from cases import generate, greedy
-from conftest import Factory, counting, runner_of, start_engine
+from conftest import Factory, counting, drafter_of, start_engine
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
@@ -46,9 +46,9 @@ def test_output_is_vllms_across_chunks(llama4: Path, monkeypatch: pytest.MonkeyP
     requests = [{"prompt_token_ids": [(7 * i + j) % 250 + 2 for j in range(20 + 5 * i)]} for i in range(2)]
     settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": CHUNK}
     expected = generate(start_engine(llama4, None, **settings), requests, greedy(48))
-    options = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3, "runner": "v2"}
+    options = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3}
     llm = start_engine(llama4, options, **settings)
-    assert not runner_of(llm).speculator.passes.capturable
+    assert not drafter_of(llm).passes.capturable
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(48)) == expected
     assert seen["accepted"] > 5

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose drafting runs our Triton kernels: no wait for the device, and vLLM's output."""
+
+import functools
+from typing import Any
+
+import pytest
+from cases import generate, greedy, prompts
+from conftest import DEMO, counting, drafter_of, start_engine
+from waits import watching
+
+from vllm_ppd.kernels.dispatch import SWITCH
+
+pytestmark = pytest.mark.engine
+HEADS = DEMO.parent / "heads"
+METHODS: dict[str, dict[str, Any]] = {
+    "cp": {"method": "cp", "model": str(HEADS / "cp")},
+    "early": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": 6, "num_speculative_tokens": 3},
+    "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
+}
+
+
+@functools.cache
+def engine(name: str | None = None) -> Any:
+    return start_engine(DEMO, name and METHODS[name], max_num_seqs=4)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "always")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_proposing_neither_waits_nor_sorts(name: str) -> None:
+    """Nor does it sort a vocabulary for a chat model's default sampling."""
+    llm = engine(name)
+    with watching(drafter_of(llm)) as modes:
+        generate(llm, prompts(2), greedy(6, temperature=0.6, top_p=0.9))
+    assert {wait for mode in modes for wait in mode.waits} == set()
+    assert not any(mode.seen.keys() & {"sort", "multinomial", "_softmax", "cumsum"} for mode in modes)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_is_vllms(name: str) -> None:
+    requests, params = prompts(4, 60), [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
+    llm = engine(name)
+    with counting(llm) as seen:
+        assert generate(llm, requests, params) == generate(engine(), requests, params)
+    assert seen["accepted"] > 0
