@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts
-from conftest import DEMO, Factory, counting, start_engine
+from conftest import DEMO, counting, start_engine
 
 pytestmark = pytest.mark.engine
 HEADS = str(DEMO.parent / "heads" / "cp")

@@ -53,9 +53,7 @@ class ScheduledDrafts:
 
     def follow(self, costs: StepCosts) -> None:
         """Choose by the costs of steps from here on."""
-        self.controller = DraftLengthController(
-            costs, 2 * KINDS, counts=costs.counts, first_wait=FIRST_WAIT, explored=EXPLORED
-        )
+        self.controller = DraftLengthController(costs, 2 * KINDS, FIRST_WAIT, EXPLORED)
         self._left = 0
 
     def __len__(self) -> int:
@@ -96,9 +94,9 @@ class ScheduledDrafts:
             return self.drafts
         controller.acceptance.align(self._req_ids)  # requests may have arrived since the last verification
         kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
-        allowed = np.where(self._may_draft & (looked_up | (not self.lookups_alone)), self.drafts, 0)
+        allowed = self._may_draft & (looked_up | (not self.lookups_alone))
         self._any_allowed = bool(allowed.any())
-        return int(controller.choose(allowed, len(self._req_ids), kinds).max())
+        return controller.choose(allowed, kinds)
 
     def _kinds_of(self, req_ids: list[str], greedy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(Kind [requests] of each request's drafts, whether they are looked up [requests])."""

@@ -25,7 +25,7 @@ def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]
     runner.kv_connector.set_disabled(True)
     try:
         with DummyBatch(runner, requests, length_needed(counts, STEPS)) as batch:
-            # The first step with a number of drafts verifies drafts that were made with the number before, so most first.
+            # A first step verifies the drafts of the number before it, of which there must be enough.
             for count in sorted(counts, reverse=True):
                 batch.drafts, drafts = count, [[TOKEN] * count] * requests
                 for _ in range(WARM):

@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 from configured import drafting, from_dict, from_flags
 from conftest import Factory, our_log
-from vllm import EngineArgs
-from vllm.config import ParallelConfig
 
-from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.config.resolved import WORKERS
+from vllm_ppd.vllm_plugins.config.resolved import WORKER
 
 
 def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
@@ -32,21 +29,20 @@ def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
 def test_flags_carry_every_option(tiny_model: Factory) -> None:
     config = from_flags(
         tiny_model(),
-        "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 2,4 --ppd-gamma 0.4 --ppd-adaptive false "
-        "--ppd-draft-sample-method greedy --ppd-max-drafting-requests 3 --ppd-disable-by-batch-size 9 "
+        "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 4 --ppd-gamma 0.4 --ppd-adaptive false "
+        "--ppd-draft-sample-method greedy --ppd-disable-by-batch-size 9 "
         "--ppd-prompt-lookup-min 4 --ppd-step-costs measure",
     )
     assert drafting(config).model_dump() == {
-        "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
-        "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
+        "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (4,), "gamma": 0.4,
+        "draft_sample_method": "greedy", "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
         "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4, "cuts": True,
-        "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
-        "drafts_by_batch_size": [],
+        "step_costs": "measure", "drafts_by_batch_size": [],
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
-    assert config.parallel_config.worker_cls == WORKERS["v1"]
+    assert config.parallel_config.worker_cls == WORKER
 
 
 def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folder: Factory) -> None:
@@ -58,8 +54,8 @@ def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folde
     ):
         config = drafting(vllm_config)
         assert (config.method, config.model) == ("ppd", folder)
-        assert (config.exit_layer, config.num_speculative_tokens) == ((2, 4), 2)
-        assert vllm_config.speculative_config.draft_sample_method == "probabilistic"
+        assert (config.exit_layer, config.num_speculative_tokens) == ((2,), 2)
+        assert config.draft_sample_method == "probabilistic"
         assert vllm_config.model_config.model == str(tiny_model())
     assert drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4})).exit_layer == (4,)
 
@@ -100,16 +96,3 @@ def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:
     config = from_dict(tiny_model(), lookup)
     assert activation.active_config(config) is None
     assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup
-
-
-@pytest.mark.parametrize(("schedule", "on_cpu"), [("parallel", True), ("deferred", False), ("parallel", False)])
-def test_parallel_schedule_warns_on_a_gpu(
-    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, schedule: str, on_cpu: bool
-) -> None:
-    options = {"method": "paradecode", "schedule": schedule}
-    args = EngineArgs(model=str(tiny_model()), dtype="float32", speculative_config=options)
-    model_config = args.create_model_config()
-    monkeypatch.setattr(platform, "is_cpu", lambda: on_cpu)
-    with our_log() as messages:
-        activation.activate(args, model_config, ParallelConfig())
-    assert bool(messages) == (schedule == "parallel" and not on_cpu)

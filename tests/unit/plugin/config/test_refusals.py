@@ -20,13 +20,12 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.refusals import of_candidates, of_scheduling, refuse
-from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
+from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 
 PPD = "--speculative-model ppd"
 EARLY = f"{PPD} --ppd-exit-layer 3"
 GROUP = f"{PPD} --pipeline-parallel-size 2"
-PARALLEL = "--speculative-model paradecode --ppd-schedule parallel"
 LAYER_BY_LAYER = (
     """'{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
     """"kv_connector_extra_config": {"use_layerwise": true}}'"""
@@ -54,15 +53,12 @@ def refused(message: str | None) -> Iterator[None]:
         # What vLLM's settings rule out
         (f"{EARLY} --enable-lora", "LoRA .* is not supported"),
         (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
-        (f"{PPD} --async-scheduling", "--async-scheduling is not supported"),
         (f"{PPD} --logits-processors a:B", "custom logits processors are not supported"),
         (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
         (f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
          "this KV connector moves KV layer by layer, which is not supported with early drafting"),
         (f"{EARLY} --model-impl transformers", "Transformers backend is not supported with this family"),
         (f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""", "watermarking"),
-        (f"{PARALLEL} --tensor-parallel-size 2",
-         "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'"),
         (f"{EARLY} --prefill-context-parallel-size 2", "prefill context parallelism is not supported"),
         # The worker group
         ("--speculative-model paradecode --pipeline-parallel-size 2",
@@ -71,10 +67,8 @@ def refused(message: str | None) -> Iterator[None]:
         (f"{GROUP} --kv-offloading-size 1", "KV offloading .* is not supported with a worker group"),
         (f"{GROUP} --ppd-gamma 0.5", "gamma=0.5 is not supported with pipeline parallelism"),
         (f"{GROUP} --ppd-exit-layer 2", r"exit_layer=2 cannot split two pipeline stages; give one layer in 3\.\.5"),
-        (f"{GROUP} --ppd-exit-layer 3,4", "exit_layer=3,4 cannot split"),
         (f"{GROUP} --ppd-exit-layer 6", r"exit_layer=6 is outside 1\.\.5"),
         (f"{GROUP} --ppd-candidates 9", "candidates=.9.: Input should be less than or equal to 8"),
-        (f"{GROUP} --ppd-max-drafting-requests 2", "use disable_by_batch_size"),
         (f"{GROUP} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported with pipeline parallelism"),
         (f"{GROUP} --ppd-adaptive true", "adaptive has no effect with pipeline parallelism: no drafted token is"),
         (f"{GROUP} --ppd-draft-sample-method greedy", "draft_sample_method has no effect with pipeline parallelism"),
@@ -95,7 +89,8 @@ def refused(message: str | None) -> Iterator[None]:
         # Options that contradict each other
         (asked('{"method": "ppd", "exit_layer": 99}'), r"exit_layer=99 is outside 1\.\.5; this model has 6 layers"),
         (asked('{"method": "ppd", "exit_layr": null}'), "unknown option 'exit_layr'; did you mean 'exit_layer'"),
-        (f"{PARALLEL} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported with schedule: parallel"),
+        (f"{PPD} --ppd-exit-layer 4,2", "exit_layer=2,4 names several layers, of which a step can use one"),
+        (f"{PPD} --ppd-schedule parallel", "^--ppd-schedule was removed: leave it out; only the deferred"),
         ("--ppd-gamma 0.5", "--ppd-gamma is an option of vllm-ppd; add --speculative-model"),
         (asked("[1]"), r"speculative_config=\[1\] is not a JSON object; give one, such as"),
         (asked('"ppd"'), "speculative_config='ppd' is not a JSON object"),
@@ -126,10 +121,6 @@ def test_refused_before_the_model_loads(tiny_model: Factory, flags: str, message
     [
         ("gpt_neox", {"method": "ppd"}, {"pipeline_parallel_size": 2},
          "whose first pipeline stage cannot hold an LM head"),
-        ("gemma3", {"method": "paradecode", "schedule": "parallel"}, {},
-         "Gemma3ForCausalLM is not supported with schedule 'parallel'; use 'deferred'; supported: LlamaFor"),
-        ("llama", {"method": "paradecode", "schedule": "parallel"}, {"quantization": "fp8"},
-         r"quantised weights \(fp8.*\) are not supported with schedule 'parallel'"),
     ],
 )  # fmt: skip
 def test_families_that_cannot(
@@ -279,19 +270,32 @@ def test_more_candidates_than_a_gpu_has_room_for(
         refuse(of_candidates(config, rows))
 
 
-def test_what_a_runner_cannot_do(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_without_runner_v2(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"method": "lookup"}
+    envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with refused("^VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, .*; leave it out"):
+        from_dict(tiny_model(), given)
+    for others in (None, {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}):
+        from_dict(tiny_model(), others)  # vLLM's own
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    from_dict(tiny_model(), given)
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(platform, "has_triton", lambda: False)
+    with refused("needs Triton on a GPU, which vLLM did not find; install triton"):
+        from_dict(tiny_model(), given)
+
+
+def test_engine_arguments(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(options: dict[str, Any], message: str | None = None, **settings: Any) -> None:
         with refused(message):
-            config = resolve(parse_options(options), 12, runners=Runners(None, "v2", True))
-            refuse(of_scheduling(config, EngineArgs(model=str(tiny_model()), **settings)))
+            refuse(of_scheduling(resolve(parse_options(options), 12), EngineArgs(model=str(tiny_model()), **settings)))
 
-    check({"exit_layer": [2, 4]}, r"^--async-scheduling is not .* runner V1 \(several exit", async_scheduling=True)
     check({"method": "cp"}, async_scheduling=True)
     check({"method": "cp"}, "^--use-fp64-gumbel is not supported with sampled drafts", use_fp64_gumbel=True)
-    for drawn_otherwise in ({"draft_sample_method": "greedy"}, {"runner": "v1"}, {"method": "lookup"}):
-        check({"method": "cp", **drawn_otherwise}, use_fp64_gumbel=True)
+    for not_drawn in ({"draft_sample_method": "greedy"}, {"method": "lookup"}):
+        check({"method": "cp", **not_drawn}, use_fp64_gumbel=True)
     verification = {"method": "cp", "adaptive_verification": True}
-    check({**verification, "runner": "v1"}, "^adaptive_verification is not supported with runner V1")
     check(verification, "whole-model CUDA graphs")  # on this platform
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     check(verification)
