@@ -2,8 +2,8 @@
 """The choice of the number of drafts by expected tokens over cost, without reading a clock.
 
 With s_i the probability that a request's first i drafts are accepted and c(n) the cost of a step with n drafts,
-relative to one without, a batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens per unit of
-cost, and B without drafts. Of the n whose cost was measured, the best is taken.
+relative to one without, a batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens per unit
+of cost, and B without drafts. Of the n whose cost was measured, the best is taken.
 
 WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified, and their acceptance is a guess
 DRAFTING   drafts pay; every EXPLORE_LONGER choices, the next larger number is tried
