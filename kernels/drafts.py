@@ -11,13 +11,11 @@ def finish(
     most: torch.Tensor,  # [requests] float32, drafts that the request may use
     stand_in: int,  # token ID in place of an INVALID draft
     draft_tokens: torch.Tensor,  # [at least requests, at least n] int64, output
-    confidence: tuple[torch.Tensor, torch.Tensor] | None,  # each draft's [requests, n] float32, and the output
     invalid: torch.Tensor,  # [1] int64, the counter of requests with invalid drafts
 ) -> None:
     """Replace INVALID drafts by a stand-in, so that vLLM can embed and verify every draft.
 
-    The stand-in is verified like any other draft, so nothing needs to be masked. The confidence of
-    drafts that the request may not use, or the method does not propose, is 0.
+    The stand-in is verified like any other draft, so nothing needs to be masked.
     """
     requests, made = token_ids.shape
     wanted = torch.full_like(rows, made) if counts is None else counts.clamp(max=made)
@@ -25,7 +23,3 @@ def finish(
     usable = torch.minimum(wanted, most.long())
     invalid += ((rows >= 0) & (valid.sum(dim=1) < usable)).sum()
     draft_tokens[:requests, :made] = torch.where(token_ids < 0, stand_in, token_ids)
-    if confidence is not None:
-        known, out = confidence
-        counting = (torch.arange(made, device=rows.device) < usable[:, None]) & (valid > 0)
-        out[:requests, :made] = torch.where(counting, known, 0.0)

@@ -19,15 +19,11 @@ def _finish(
     most: tl.tensor,
     draft_tokens: tl.tensor,
     draft_stride: tl.tensor,
-    known: tl.tensor,
-    confidence: tl.tensor,
-    confidence_stride: tl.tensor,
     invalid: tl.tensor,
     requests: tl.tensor,
     made: tl.tensor,
     stand_in: tl.tensor,
     HAS_COUNTS: tl.constexpr,
-    HAS_CONFIDENCE: tl.constexpr,
     BLOCK: tl.constexpr,
     DRAFTS: tl.constexpr,
 ) -> None:
@@ -47,11 +43,6 @@ def _finish(
         damaged += (real & (first < usable)).to(tl.int64)
         at = draft_tokens + request[:, None] * draft_stride + draft
         tl.store(at, tl.where(ids < 0, stand_in, ids), mask=both)
-        if HAS_CONFIDENCE:
-            sure = tl.load(known + request[:, None] * made + draft, mask=both, other=0.0)
-            usable = tl.minimum(usable, first)
-            at = confidence + request[:, None] * confidence_stride + draft
-            tl.store(at, tl.where(draft < usable[:, None], sure, 0.0), mask=both)
     tl.store(invalid, tl.load(invalid) + tl.sum(damaged, axis=0))
 
 
@@ -62,14 +53,22 @@ def finish(
     most: torch.Tensor,
     stand_in: int,
     draft_tokens: torch.Tensor,
-    confidence: tuple[torch.Tensor, torch.Tensor] | None,
     invalid: torch.Tensor,
 ) -> None:
     """Same as the reference."""
     requests, made = token_ids.shape
-    known, out = (token_ids, draft_tokens) if confidence is None else (confidence[0].contiguous(), confidence[1])
     _finish[(1,)](
-        token_ids.contiguous(), rows if counts is None else counts, rows, most, draft_tokens, draft_tokens.stride(0),
-        known, out, out.stride(0), invalid, requests, made, stand_in, HAS_COUNTS=counts is not None,
-        HAS_CONFIDENCE=confidence is not None, BLOCK=BLOCK_R, DRAFTS=triton.next_power_of_2(made),
-    )  # fmt: skip
+        token_ids.contiguous(),
+        rows if counts is None else counts,
+        rows,
+        most,
+        draft_tokens,
+        draft_tokens.stride(0),
+        invalid,
+        requests,
+        made,
+        stand_in,
+        HAS_COUNTS=counts is not None,
+        BLOCK=BLOCK_R,
+        DRAFTS=triton.next_power_of_2(made),
+    )

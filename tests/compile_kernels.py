@@ -115,14 +115,14 @@ def drafted(requests: int) -> None:
     hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
     staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024), places)
     end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden, places)
-    staging_triton.stage(end, torch.zeros(1025, 6), staged, requests)
+    staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
     types = (torch.int32, torch.int64, torch.int32, torch.int64)
     inputs = PassInputs(*(torch.zeros(1024, dtype=dtype) for dtype in types))
     shallow_pass_triton.begin_pass(places, places, places, 1, 1000, inputs)
-    ids, sure = torch.zeros(requests, 3, dtype=torch.int64), torch.zeros(requests, 3)
-    for counts, confidence in ((None, None), (places, None), (places, (sure, torch.zeros(1024, 3)))):
+    ids = torch.zeros(requests, 3, dtype=torch.int64)
+    for counts in (None, places):
         tokens = torch.zeros(1024, 3, dtype=torch.int64)
-        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, confidence, torch.zeros(1).long())
+        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, torch.zeros(1).long())
     acceptance_triton.accept_drawn(places, places.int(), integers, 4)
 
 

@@ -74,11 +74,7 @@ ASSUMED = [
     f"{V2}.cudagraph_utils:ModelCudaGraphManager.capture",
     f"{V2}.block_table:BlockTables.compute_slot_mappings",
     f"{V2}.states:RequestState.add_request",
-    *(f"{V2}.spec_decode.adaptive_verification:AdaptiveVerificationManager.{name}" for name in (
-        "record_confidences", "get_num_tokens", "compact_batch", "reallocate_drafts",
-    )),
     "vllm.ir.op:IrOp.set_priority",
-    "vllm.config.vllm:VllmConfig._validate_adaptive_verification",
     f"{V2}.sample.states:SamplingStates.add_request",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",

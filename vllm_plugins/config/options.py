@@ -26,6 +26,7 @@ LARGEST = 2**31 - 1  # bound of counts without a lower one
 REMOVED = {
     "runner": "leave it out; every method runs on vLLM's model runner V2",
     "schedule": "leave it out; only the deferred schedule is left, which was faster",
+    "adaptive_verification": "leave it out; adaptive chooses the number of drafts",
     "max_drafting_requests": "use disable_by_batch_size; all requests of a step draft, or none",
 }
 
@@ -92,7 +93,10 @@ class DraftingOptions(BaseModel):
         "with pipeline parallelism, the layer at which the stages are split, at least half of the layers",
     )
     gamma: Share = Field(
-        0.0, lt=1, description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made"
+        0.0,
+        lt=1,
+        description="confidence a draft must exceed (ParaDecode, eq. 1). All drafts of a step are verified together, "
+        "those below it, too",
     )
     eps_b: Share | None = Field(
         None,
@@ -126,11 +130,6 @@ class DraftingOptions(BaseModel):
         description="draft as many tokens as pay off, or none, judged by the engine's acceptance counts and by "
         "step costs measured at start-up: all or none. false always drafts num_speculative_tokens, or the calibrated "
         "number for the batch size",
-    )
-    adaptive_verification: bool = Field(
-        False,
-        description="vLLM's adaptive verification, instead of adaptive: it drops the drafts of which "
-        "the drafter is least certain (needs whole-model CUDA graphs)",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",

@@ -214,10 +214,6 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
 
 def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
     """Refusals of vLLM's EngineArgs that drafts, or a worker group, do not support."""
-    yield config.adaptive_verification and (args.enforce_eager or platform.is_cpu()) and (
-        "adaptive_verification needs whole-model CUDA graphs: leave it out, or --enforce-eager")
-    yield config.adaptive_verification and config.prompt_lookup_min is not None and (
-        "adaptive_verification is not supported with prompt lookup, whose drafts have no confidence; leave it out")
     drawn = config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
     yield args.use_fp64_gumbel and drawn and (
         "--use-fp64-gumbel is not supported with sampled drafts: they are drawn with float32 random "

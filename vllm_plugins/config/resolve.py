@@ -77,7 +77,7 @@ def resolve(
     if stages > 1 and options.disable_by_batch_size is None:
         values["disable_by_batch_size"] = GROUP_CUT_OFF
 
-    values["adaptive"] = options.adaptive and options.verify and stages == 1 and not options.adaptive_verification
+    values["adaptive"] = options.adaptive and options.verify and stages == 1
     chosen_by_user = given & {"num_speculative_tokens", "exit_layer"}
     if heads is not None and not values["adaptive"] and not chosen_by_user:
         values["drafts_by_batch_size"] = _calibrated_drafts(heads, machine.device)

@@ -45,8 +45,7 @@ class DraftingConfig(DraftingOptions):
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
             ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
             ranges.append((limit + 1, LARGEST_BATCH, 0))
-        schedule: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
-        return schedule | ({"enable_adaptive_verification": True} if self.adaptive_verification else {})
+        return {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
 
     @property
     def split(self) -> int:

@@ -49,7 +49,6 @@ class DraftInputs:
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
     # Drafts that will replace the method's: a method whose drafts run layers of the target must run them over these.
     looked_up: LookedUp | None = None
-    with_confidence: bool = False  # whether Drafts.confidence is read
 
     def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """Run the target's first stack on one token per request and keep its state for the next step.
@@ -71,8 +70,6 @@ class Drafts:
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 usable drafts; None: as many as allowed
-    # [requests, K] float32: the drafter's probability of each draft given the previous ones, if requested.
-    confidence: torch.Tensor | None = None
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -113,26 +110,12 @@ class ChainDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         requests, size = len(step.newest_ids), self.requests_at_once
-        parts = [self._part(step, slice(start, start + size)) for start in range(0, requests, size)]
-        entries, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
-        assert entries is not None
-        return Drafts(self.ids(entries), confidence=confidence)
-
-    def _part(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Drafts of some requests as entries of the draft vocabulary, and their confidence: [requests, n] each."""
-        entries, q = self.drawn(step, part)
-        confidence = None
-        if step.with_confidence:
-            assert q is not None
-            confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return entries, confidence
+        parts = [self.drawn(step, slice(start, start + size)) for start in range(0, requests, size)]
+        return Drafts(self.ids(parts[0] if len(parts) == 1 else torch.cat(parts)))
 
     @abstractmethod
-    def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts of some requests as entries of the draft vocabulary [requests, K], and their distributions.
-
-        The latter, [requests, K, entries], are returned if confidence is requested.
-        """
+    def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
+        """Drafts of some requests as entries of the draft vocabulary: [requests, K]."""
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:
         """Entries of the draft vocabulary as token IDs."""

@@ -71,7 +71,6 @@ class DraftingHost:
         num_drafts: K.
         sampled: whether drafts of sampling requests are drawn, with the target's own random numbers; else every draft
             is the best token.
-        confidence: [rows, K] float32 buffer for the drafter's confidence in each draft, if it is needed.
     """
 
     drafter: Drafter
@@ -87,11 +86,10 @@ class DraftingHost:
         rows: int,
         num_drafts: int,
         sampled: bool,
-        confidence: torch.Tensor | None = None,
     ) -> None:
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.rows, self.num_drafts = rows, num_drafts
-        self.sampled, self.confidence = sampled, confidence
+        self.sampled = sampled
         vocab_size = vllm_config.model_config.get_vocab_size()
         self.options = RequestOptions(rows, num_drafts, vocab_size, device, config.verify)
         self.counters = Counters()
@@ -122,16 +120,11 @@ class DraftingHost:
             sampled: whether drafts are drawn.
             looked_up: drafts that replace the method's where there is a match.
         """
-        with_confidence = self.confidence is not None
-        inputs = self.staging.inputs(requests, sampled, self.num_drafts, self.shallow, with_confidence, looked_up)
+        inputs = self.staging.inputs(requests, sampled, self.num_drafts, self.shallow, looked_up)
         drafts = self.drafter.propose(inputs)
         rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
-        confidence = None
-        if self.confidence is not None:
-            assert drafts.confidence is not None
-            confidence = drafts.confidence, self.confidence
         chosen(finish, rows)(
-            drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens, confidence,
+            drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens,
             self._invalid.value,
         )  # fmt: skip
         if looked_up is not None:

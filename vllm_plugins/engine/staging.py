@@ -65,7 +65,6 @@ class Staging:
         sampled: bool,
         num_drafts: int,
         shallow: Callable[[int, torch.Tensor], CutState] | None,
-        with_confidence: bool,
         looked_up: LookedUp | None = None,
     ) -> DraftInputs:
         """The drafter's inputs for the first staged requests; arguments as in DraftInputs and the host."""
@@ -85,5 +84,4 @@ class Staging:
             options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
             looked_up=looked_up,
-            with_confidence=with_confidence,
         )

@@ -77,7 +77,7 @@ MISSING = {
     f"{RUNNER}.model_states.mamba_hybrid": "a model with a recurrent state",
     f"{RUNNER}.model_states.recoverssm": "a model with a recurrent state",
     "vllm.v1.worker.mamba_utils": "a model with a recurrent state",
-    f"{RUNNER}.spec_decode.acceptance_estimator": "adaptive_verification",
+    f"{RUNNER}.spec_decode.acceptance_estimator": "adaptive verification",
     f"{RUNNER}.spec_decode.rejection_sampler_utils": "a speculative method of vLLM's own",
     f"{RUNNER}.spec_decode": "a speculative method of vLLM's own",
 }

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.vllm_ppd")
 class Speculator(DraftModelSpeculator):
     """Drives a drafter that needs only the step's hidden states.
 
-    It is a DraftModelSpeculator, since vLLM calls load_model and reads confidences for such only.
+    It is a DraftModelSpeculator, since vLLM calls load_model for such only.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -44,7 +44,6 @@ class Speculator(DraftModelSpeculator):
             rows=self.max_num_reqs,
             num_drafts=self.num_speculative_steps,
             sampled=self.config.draft_sample_method == "probabilistic" or not self.config.verify,
-            confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
         self.draft_tokens, self.lookup = self.host.draft_tokens, None
         if (shortest := self.config.prompt_lookup_min) is not None:

@@ -94,28 +94,29 @@ class CPDrafter(ChainDrafter):
         chain = heads.condition == "chain"
         self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]] if chain else []
 
-    def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         token_ids = None if vocabulary is None else vocabulary.token_ids
-        with_probs = step.with_confidence
         embedded = self.target.embed(first) if self.lead else None
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.recurrence is not None:
             assert embedded is not None
             layers = None if self.tapped is None else self.tapped[:, step.places[part]]
             read = self._recurrent(self.recurrence, self.recurrence.start(hidden, layers), embedded)
-            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, with_probs)
+            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, False)[0]
         product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
         if self.token is not None and embedded is not None:
             product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         if self.previous:
             read = self._chain(product)
-            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, with_probs)
+            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, False)[0]
         known = first if vocabulary is None else vocabulary.place_of[first]
         logits = self._logits(product)
         first_entry = None if self.lead else known
-        return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)[:2]
+        drafts = chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, False)
+        entries: torch.Tensor = drafts[0]
+        return entries
 
     def _recurrent(self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor) -> ReadLogits:
         """A reader of each draft's logits from a state [rows, d], which next reads E of the newest token, `first`."""

@@ -9,7 +9,7 @@ draft    the joint's best n-gram, or a sample of it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,7 +19,7 @@ from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.sampling import divisor
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, joined
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -48,15 +48,11 @@ class DynaMoDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
-        if len(parts) > 1:
-            parts = [tuple(map(joined, zip(*parts, strict=True)))]
-        counts, *by_draft = parts[0]
-        tokens, confidence = (None if tensors is None else tensors[:, : step.num_drafts] for tensors in by_draft)
-        assert tokens is not None
-        return Drafts(tokens, counts, confidence)
+        counts, tokens = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return Drafts(tokens[:, : step.num_drafts], counts)
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[Any, ...]:
-        """(How many to use [requests], drafts [requests, n], confidence [requests, n], None unless requested).
+    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(How many to use [requests], drafts [requests, n]).
 
         A joint that is not finite drafts nothing; a draft whose distribution is not finite is INVALID.
         """
@@ -64,11 +60,10 @@ class DynaMoDrafter(Drafter):
         sampling = None if step.sampling is None else step.sampling.at(part)
         scores = logits if sampling is None else logits / divisor(sampling.temperature)
         context = None if step.context is None else step.context[part]
-        with_joints = sampling is not None or step.with_confidence
-        choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context, with_joints)
+        eps_b = step.options["eps_b"][part]
+        choice = self.choose(scores, step.newest_ids[part], eps_b, context, with_joints=sampling is not None)
         tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)[0]
-        confidence = choice.confidence(tokens) if step.with_confidence else None
-        return choice.likeliest.drafts, tokens[:, 1:], confidence
+        return choice.likeliest.drafts, tokens[:, 1:]
 
     def parts(self, requests: int, free: int) -> list[slice]:
         """Slices of requests whose joints over a number of free tokens fit memory."""

@@ -67,8 +67,6 @@ class ScheduledStep:
     drafts: np.ndarray  # [requests] drafts among them
     prefilling: np.ndarray  # [requests] bool
     padded: int  # tokens of the step, with the padding of CUDA graphs
-    # [tokens] request row and offset of each token, if only the device knows the requests' numbers of tokens.
-    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class FirstStackPasses(Protocol):
@@ -130,11 +128,6 @@ class DeferredKV:
         self.mode = "deep" if known.all() else "mixed" if known.any() and may_mix else "full"
         self.host.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
         if self.mode == "full":
-            return
-        if step.on_device is not None:
-            rows, offsets = step.on_device
-            self.state_rows[: len(rows)] = rows * self.width + offsets
-            self.state_rows[len(rows) : step.padded] = self.nobody
             return
         starts = np.cumsum(step.tokens) - step.tokens
         of_requests = np.repeat(np.arange(len(step.tokens)), step.tokens)

@@ -33,7 +33,7 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids, readings = step.newest_ids, []
-        with_confidence = step.with_confidence or self.gamma > 0
+        with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
             state = step.run_shallow(offset, token_ids)
             if step.sampling is None:
@@ -52,7 +52,7 @@ class EarlyExitDrafter(Drafter):
         if confidence is not None and self.gamma > 0:
             # NaN passes here and is dropped later as INVALID.
             counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
-        return Drafts(tokens, counts, confidence)
+        return Drafts(tokens, counts)
 
 
 def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

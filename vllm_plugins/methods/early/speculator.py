@@ -56,9 +56,7 @@ class DeferredKVSpeculator(Speculator):
         super().init_cudagraph_manager(cudagraph_mode if self.passes.capturable else CUDAGraphMode.NONE)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.deep_graphs = ModelCudaGraphManager(
-            self.vllm_config, self.device, mode, self.deferred.width, varlen_decode=self.enable_adaptive_verification
-        )
+        self.deep_graphs = ModelCudaGraphManager(self.vllm_config, self.device, mode, self.deferred.width)
 
     def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The object that runs whole-model graphs: vLLM's own, or that of the deep pass for the same shape."""
@@ -102,8 +100,7 @@ class DeferredKVSpeculator(Speculator):
         self.deferred.drafted[row] = False
 
     def begin_step(self, batch: Any) -> None:
-        drafts, adaptive = batch.num_draft_tokens_per_req, self.enable_adaptive_verification
-        on_device = (batch.expanded_idx_mapping, batch.expanded_local_pos) if adaptive else None
+        drafts = batch.num_draft_tokens_per_req
         tokens = batch.num_scheduled_tokens
         step = ScheduledStep(
             batch.idx_mapping_np,
@@ -111,11 +108,9 @@ class DeferredKVSpeculator(Speculator):
             np.zeros_like(tokens) if drafts is None else drafts,
             batch.is_prefilling_np,
             batch.num_tokens_after_padding,
-            on_device,
         )
-        # With adaptive verification the device alone knows where each request's tokens are. Token IDs do not describe
-        # the content of a multimodal prompt.
-        self.deferred.begin_step(step, may_mix=not adaptive and not self.cut.embedded)
+        # Token IDs do not describe the content of a multimodal prompt.
+        self.deferred.begin_step(step, may_mix=not self.cut.embedded)
         if self.deferred.mode == "mixed":
             self.passes.begin_step(batch)
 

@@ -54,7 +54,7 @@ class RecurrentDrafter(ChainDrafter):
         vocabulary = self.vocabulary
         return self.target.lm_head.shard(lm_head) if vocabulary is None else lm_head[vocabulary.token_ids.cpu()]
 
-    def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
         hidden, first = step.hidden[part], step.newest_ids[part]
         sampling = None if step.sampling is None else step.sampling.at(part)
         token_ids = None if self.vocabulary is None else self.vocabulary.token_ids
@@ -68,4 +68,4 @@ class RecurrentDrafter(ChainDrafter):
             return (self.target.lm_head.gather(logits) if self.vocabulary is None else logits)[:, None]
 
         alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)  # log weights of a mixture of a single expert
-        return draft_in_sequence(alone, self.drafts, read, sampling, token_ids, step.with_confidence)
+        return draft_in_sequence(alone, self.drafts, read, sampling, token_ids, False)[0]
