@@ -125,7 +125,6 @@ def heads() -> None:
         return [
             *choice.draw(Sampling(torch.zeros(4))),
             choice.likeliest.tokens,
-            choice.confidence(choice.likeliest.tokens),
             *choice.joints,
         ]
 

@@ -54,25 +54,6 @@ class JointChoice:
             result.append(torch.where(inside[:, position], q, 0.0))
         return torch.stack(result, dim=1)
 
-    def confidence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The joint's probability of tokens [rows, n] from the second on, given those before, without thresholds.
-
-        After thresholds a likely n-gram is often the only one left, so its probability would say nothing.
-
-        Returns:
-            [rows, n - 1]: each joint's entry over that of the order below, at most 1; 0 as in `probabilities`.
-        """
-        places, inside = self._places_of(tokens)
-        rows = torch.arange(len(tokens), device=tokens.device)
-        masked = self.candidates.joints
-        before, result = masked[0][rows, places[:, 0]], []
-        for position in range(1, places.shape[1]):
-            entry = masked[position][(rows, *places[:, : position + 1].unbind(1))]
-            share = (entry / before.clamp(min=TINY)).clamp(max=1.0)
-            result.append(torch.where(inside[:, position] & (self.order > position), share, 0.0))
-            before = entry
-        return torch.stack(result, dim=1)
-
     def _places_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices of tokens [rows, n] in each head's top-k (0 for the first), and whether all so far are in it."""
         hits = [ids == tokens[:, i : i + 1] for i, ids in enumerate(self.top.token_ids)][1:]

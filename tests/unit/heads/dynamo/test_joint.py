@@ -279,20 +279,3 @@ def test_probabilities_of_given_tokens_are_those_they_are_drawn_with() -> None:
     outside = tokens.clamp(min=0).clone()
     outside[:, 1] = VOCAB  # no head's candidate
     assert not choice.probabilities(outside).any()
-
-
-def test_confidence_is_the_joint_before_thresholds() -> None:
-    """Entry over entry of the order below; without a mask, that is each head's own share of its top-k."""
-    torch.manual_seed(0)
-    heads = log_probs(300, 2, sharp=1.0)
-    choice = select(heads, JointSettings(k=4, eps_b=0.3, alpha_c=0), first_token=torch.full((300,), 2))
-    tokens = choice.likeliest.tokens
-    claimed = choice.confidence(tokens)
-    for position, head in enumerate(heads, start=1):
-        top = head.topk(4)
-        share = (top.values.softmax(-1) * (top.indices == tokens[:, position : position + 1])).sum(1)
-        torch.testing.assert_close(claimed[:, position - 1], torch.where(choice.order > position, share, 0.0))
-    assert (choice.probabilities(tokens.clamp(min=0)) >= claimed - 1e-6).all()  # thresholds only add to it
-    outside = tokens.clamp(min=0).clone()
-    outside[:, 1] = VOCAB
-    assert not choice.confidence(outside).any()
