@@ -4,7 +4,7 @@
 from typing import Any
 
 METHODS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 4},
+    "early": {"method": "ppd", "exit_layer": 5},
     "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }

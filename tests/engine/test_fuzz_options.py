@@ -26,9 +26,9 @@ LONGEST = 300
 DICTIONARIES, BATCHES = 3000, 25
 
 FITTING: dict[str, list[Any]] = {
-    "num_speculative_tokens": [1, 4, 16], "exit_layer": [2, [2, 4], "3", "4, 2", ["5"]], "gamma": [0, 0.3],
+    "num_speculative_tokens": [1, 4, 16], "exit_layer": [2, "3", ["5"]], "gamma": [0, 0.3],
     "adaptive": [True, False], "prompt_lookup_min": [2, 32],
-    "max_drafting_requests": [1, 100], "disable_by_batch_size": [9], "draft_sample_method": ["greedy"],
+    "disable_by_batch_size": [9], "draft_sample_method": ["greedy"],
 }  # fmt: skip
 
 

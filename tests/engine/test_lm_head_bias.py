@@ -76,14 +76,14 @@ def test_whole_heads_draft_with_the_bias(phi: Path, tmp_path: Path, size: int | 
     options: dict[str, Any] = {"method": "cp", "model": str(tmp_path / "heads"), "draft_vocab_size": size}
     llm = start_engine(phi, options, dtype="bfloat16")
     host, drafted = drafter_of(llm).host, []
-    stock = host.draft
+    stock = host.draft_on_device
 
-    def draft(*args: Any, **kwargs: Any) -> Any:
+    def draft_on_device(*args: Any, **kwargs: Any) -> Any:
         drafts = stock(*args, **kwargs)
         drafted.append(drafts.token_ids)
         return drafts
 
-    host.draft = draft
+    host.draft_on_device = draft_on_device
     generate(llm, [{"prompt_token_ids": [5, 6, 7]}], greedy(8))
     bias = stored(phi).bias
     assert bias is not None

@@ -8,15 +8,10 @@ from typing import Any
 import pytest
 import tiny_multimodal
 from cases import CASES, greedy, prompts
-from conftest import Factory, drafter_of, start_engine
+from conftest import Factory, start_engine
+from methods import METHODS
 
 pytestmark = pytest.mark.engine
-
-METHODS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 4},
-    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "chain"})},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
-}
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +21,13 @@ def target(tiny_model: Factory, made_once: Factory) -> Path:
 
 @pytest.fixture(scope="module")
 def started(target: Path, with_heads: Factory) -> Factory:
-    """started(method, runner): an engine; its heads were fitted to the text model that the language model is."""
+    """started(method): an engine; its heads were fitted to the text model that the language model is."""
 
     @functools.cache
-    def get(method: str | None = None, runner: str = "auto") -> Any:
+    def get(method: str | None = None) -> Any:
         options = None
         if method is not None:
-            options = with_heads({**METHODS[method], "runner": runner}, tiny_multimodal.TEXT, target)
+            options = with_heads(METHODS[method], tiny_multimodal.TEXT, target)
         return start_engine(target, options, limit_mm_per_prompt={"audio": 1})
 
     return get
@@ -51,18 +46,15 @@ def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("method", ["early", "cp", "dynamo"])
-def test_same_tokens(started: Factory, method: str, runner: str) -> None:
-    stock, llm = started(), started(method, runner)
+@pytest.mark.parametrize("method", METHODS)
+def test_same_tokens(started: Factory, method: str) -> None:
+    stock, llm = started(), started(method)
     expected = with_sounds(stock)
     assert with_sounds(llm) == expected
     changed = [a != b for a, b in zip(with_sounds(stock, seed=100), expected, strict=True)]
     assert any(changed[::2]) and not any(changed[1::2]), "sounds change nothing"
     assert CASES["batch_16"](llm) == CASES["batch_16"](stock)
     assert llm.counts["accepted"] > 0
-    if method == "early" and runner == "v1":
-        assert drafter_of(llm).counters.values[0] > 20  # steps that ran the deep pass alone
 
 
 @pytest.mark.full

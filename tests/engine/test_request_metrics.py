@@ -1,26 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request sees of its own drafts, with vLLM's --per-request-spec-decode-metrics."""
+"""What is counted and logged: of a request with vLLM's --per-request-spec-decode-metrics, of steps, of acceptance."""
 
 from typing import Any
 
 import pytest
-from cases import greedy, prompts
-from conftest import DEMO, counting, start_engine
+from cases import generate, greedy, prompts
+from conftest import Factory, counting, drafter_of, our_log
+from methods import METHODS
+
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.patches import acceptance_watch
 
 pytestmark = pytest.mark.engine
 
-DETAILED = {"per_request_spec_decode_metrics": "detailed"}
-HEADS = {"method": "cp", "model": str(DEMO.parent / "heads" / "cp")}
-METHODS: dict[str, dict[str, Any]] = {
-    "lookup": {"method": "lookup", "prompt_lookup_min": 2},
-    "heads and lookup": {**HEADS, "prompt_lookup_min": 2},
-}
+LOOKUP = {"method": "ppd", "prompt_lookup_min": 2}
 REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2, 20)]
 PARAMS = [greedy(24), greedy(24), greedy(24, extra_args={"ppd_draft": False})]
 
 
-def check_what_requests_see(llm: Any) -> None:
+@pytest.mark.parametrize("options", [LOOKUP, METHODS["cp"] | LOOKUP | {"method": "cp"}], ids=["alone", "beside heads"])
+def test_a_request_sees_its_own_accepted_drafts(drafting: Factory, options: dict[str, Any]) -> None:
     """Each sees what an engine counts that serves it alone, whoever decodes beside it."""
+    llm = drafting(options, per_request_spec_decode_metrics="detailed")
 
     def accepted(*places: int) -> list[int]:
         outputs = llm.generate([REQUESTS[i] for i in places], [PARAMS[i] for i in places], use_tqdm=False)
@@ -38,6 +39,22 @@ def check_what_requests_see(llm: Any) -> None:
     assert alone[0] > 5 and alone[2] == 0
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_request_sees_its_own_accepted_drafts(name: str) -> None:
-    check_what_requests_see(start_engine(DEMO, METHODS[name], **DETAILED))
+def test_steps_and_time_are_counted(drafting: Factory) -> None:
+    llm = drafting({**METHODS["early"], "gamma": 0.5})
+    with counting(llm) as seen:
+        generate(llm, prompts(2), greedy(12))
+    # Nothing stops at gamma: what lies behind it is verified as well.
+    assert set(seen) & set(COUNTERS) == {"deferred_steps", "fallback_steps", "drafting_seconds"}
+    assert seen["deferred_steps"] > seen["fallback_steps"] > 0 and seen["drafting_seconds"] > 0
+
+
+def test_hardly_any_accepted_draft_is_a_warning(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = drafting(METHODS["cp"])
+    stock = drafter_of(llm).propose
+    monkeypatch.setattr(drafter_of(llm), "propose", lambda *args, **kwargs: stock(*args, **kwargs).fill_(1))
+    monkeypatch.setattr(acceptance_watch, "WINDOW", 20)
+    with our_log() as messages:
+        generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
+        assert not messages  # who opts out is given drafts all the same, which are rejected
+        generate(llm, prompts(2), greedy(16))
+    assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]

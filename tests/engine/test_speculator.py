@@ -63,7 +63,7 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
     engine: Factory, drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str, failing: int, limit: int | None
 ) -> None:
     """vLLM's sampler raises before the drafts of a step: of prompts, of drafts, of both, or one that drafts nothing."""
-    requests, params = prompts(5, 60), [greedy(max_tokens=n) for n in (4, 16, 12, 16, 8)]
+    requests, params = prompts(5, 60), [greedy(max_tokens=n) for n in (4, 40, 12, 40, 8)]
     options = METHODS[name] | ({"disable_by_batch_size": limit} if limit else {})
     llm, expected = drafting(options), generate(engine(), requests, params)
     runner, steps = runner_of(llm), itertools.count()

@@ -117,7 +117,8 @@ def test_the_test_can_fail(engine: Factory, expected: list[tuple[int, ...]]) -> 
 # vLLM registers no kernels any more in a process in which numba, of its n-grams, has compiled.
 NGRAMS = """
 import sys, torch
-from conftest import counting, start_engine
+from cases import generate, greedy, prompts
+from conftest import counting, runner_of, start_engine
 from test_sampling import BATCH, LEVEL, sample, worst
 from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
@@ -129,7 +130,10 @@ def is_right(values):
 
 model = sys.argv[1]
 options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+ours = start_engine(model, {"method": "ppd", "exit_layer": 3}, **BATCH)
 alone, ngrams = start_engine(model, None, **BATCH), start_engine(model, options, **BATCH)
+assert type(runner_of(ngrams)).__module__ == "vllm.v1.worker.cpu_model_runner"
+assert generate(ngrams, prompts(4), greedy()) == generate(ours, prompts(4), greedy())
 assert not is_right([0.25, 0.0, 0.75]), "vLLM's kernel needs no mending"
 mend_expand_kernel()
 current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
