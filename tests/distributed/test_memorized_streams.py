@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of tool calls, reasoning, grammars and thinking budgets do not depend on drafts, of which most are accepted."""
+"""Streams of tool calls, reasoning, grammars and thinking budgets do not depend on drafts; most are accepted."""
 
 import json
 from collections.abc import Iterator
