@@ -60,7 +60,7 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, kind
     assert tokens == expected
     with counting(base) as seen:
         base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
-    assert all(counts[name] == seen[name] for name in ("drafts", "drafted", "accepted"))
+    assert counts["accepted"] == seen["accepted"] > 0
     target, hidden, ids = drafter_of(llm).host.target, torch.randn(40, 64), torch.arange(40)
     torch.testing.assert_close(
         target.lm_head.logits(hidden), drafter_of(base).host.target.lm_head.logits(hidden), rtol=0, atol=1e-5

@@ -232,7 +232,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     kept = step_costs.load(path)
     assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 3], [1, 4, 16])
     for_plans = served_steps(str(path), str(tiny_model()))
-    assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 5}, 3)
+    assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 3}, 3)
     assert not drafter_of(first).counters.values.any() and not runner_of(first).req_states.req_id_to_index
     # Both take the table of a file that stands where the first has left it.
     dear = [[1.0, 1.3], [1.0, 1.4]]
@@ -285,8 +285,8 @@ CHEAP, DEAR = [1.0, 1.2], [1.0, 9.0]  # seconds of steps with 0 and 2 drafts
     ("adaptive", "seconds", "level", "said"),
     [
         (True, [CHEAP, CHEAP], logging.INFO, ""),
-        (True, [CHEAP, DEAR], logging.INFO, f"at batch size (4): at best 0.53 of vLLM's {STAYS_OFF}"),
-        (True, [DEAR, DEAR], logging.WARNING, f"every batch size (1, 4): at best 0.53 of vLLM's {STAYS_OFF}"),
+        (True, [CHEAP, DEAR], logging.INFO, f"at batch size (4): at best 0.24 of vLLM's {STAYS_OFF}"),
+        (True, [DEAR, DEAR], logging.WARNING, f"every batch size (1, 4): at best 0.24 of vLLM's {STAYS_OFF}"),
         (False, [CHEAP, DEAR], logging.WARNING, "leave it out, or set disable_by_batch_size to 1"),
         (False, [DEAR, DEAR], logging.WARNING, "drafts regardless, at a loss; leave it out, or train them"),
     ],
@@ -328,6 +328,6 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
     assert len(seconds) == 2 and min(seconds) > 0
     # After the prompts, before the end.
     assert steps[1:-1] == [[count] * 3 for count in counts for _ in range(STEPS)]
-    assert not runner.req_states.req_id_to_index
+    assert not any("dummy" in name for name in runner.req_states.req_id_to_index)
     requests = prompts(3, 20)
     assert generate(llm, requests, greedy(20)) == generate(engine(), requests, greedy(20))

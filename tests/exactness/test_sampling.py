@@ -84,7 +84,8 @@ def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: 
     assert 20 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
-@pytest.mark.parametrize("name", full_but({"early"}, ("early", "cp-chain", "cp-recurrent", "dynamo")))
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["early", "cp-chain", "cp-recurrent", "dynamo"])
 def test_distribution_with_top_k_and_top_p(engine: Factory, drafting: Factory, name: str) -> None:
     """Drafts are cut as the request asks; the output's distribution stays the target's."""
     limits, llm = {"top_k": 6, "top_p": 0.9}, drafting(DRAFTERS[name], **BATCH)
@@ -119,8 +120,7 @@ NGRAMS = """
 import sys, torch
 from cases import generate, greedy, prompts
 from conftest import counting, runner_of, start_engine
-from test_sampling import BATCH, LEVEL, sample, worst
-from vllm.platforms import current_platform
+from test_sampling import BATCH, LEVEL, PROMPT, sample, worst
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
 
@@ -131,15 +131,17 @@ def is_right(values):
 model = sys.argv[1]
 options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 ours = start_engine(model, {"method": "ppd", "exit_layer": 3}, **BATCH)
-alone, ngrams = start_engine(model, None, **BATCH), start_engine(model, options, **BATCH)
-assert type(runner_of(ngrams)).__module__ == "vllm.v1.worker.cpu_model_runner"
-assert generate(ngrams, prompts(4), greedy()) == generate(ours, prompts(4), greedy())
+alone = start_engine(model, None, **BATCH)
 assert not is_right([0.25, 0.0, 0.75]), "vLLM's kernel needs no mending"
 mend_expand_kernel()
-current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
+ngrams = start_engine(model, options, **BATCH)  # its worker registers vLLM's kernels again
 assert is_right([0.25, 0.0, 0.75]) and is_right([0.0, 5.0, 9.0])
+assert type(runner_of(ngrams)).__module__ == "vllm.v1.worker.cpu_model_runner"
+assert generate(ngrams, prompts(4), greedy()) == generate(ours, prompts(4), greedy())
 with counting(ngrams) as seen:
-    assert worst(sample(ngrams), sample(alone)) > LEVEL
+    # Among the prompt's own tokens each has a match.
+    allowed = {"allowed_token_ids": PROMPT["prompt_token_ids"]}
+    assert worst(sample(ngrams, 1500, **allowed), sample(alone, 1500, **allowed)) > LEVEL
 assert seen["accepted"] > 50, seen
 print("same", flush=True)
 """

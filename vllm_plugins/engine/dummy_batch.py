@@ -51,7 +51,7 @@ class DummyBatch:
         for start in range(0, len(self.names), at_once):
             output = SchedulerOutput.make_empty()
             # The runner learns with the next step that an idle engine's last requests have ended.
-            output.finished_req_ids = set(getattr(self.runner, "requests", ())) - set(self.names)
+            output.finished_req_ids = set(self.runner.req_states.req_id_to_index) - set(self.names)
             output.scheduled_new_reqs = [
                 NewRequestData(
                     req_id=self.names[i],

@@ -16,9 +16,11 @@ and those of engine/weight_updates.py.
 """
 
 import functools
+from collections.abc import Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu import model_runner
 
@@ -39,6 +41,7 @@ class DraftingRunnerMixin(UpdatedRunner):
     num_speculative_steps: int
     sample: Any
     _drafted = True  # whether the latest step made drafts
+    _logits: np.ndarray | None = None  # rows of logits of each request of the step that is being prepared
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config, stock = required_config(vllm_config, self), model_runner.RequestState
@@ -74,7 +77,15 @@ class DraftingRunnerMixin(UpdatedRunner):
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         self.speculator.begin_step(batch)
+        self._logits = np.diff(batch.cu_num_logits_np)
         return batch
+
+    def _set_active_loras(self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        """Set the adapter of each row of logits. vLLM sets one a request, but a request has a row for each draft."""
+        logits, self._logits = self._logits, None
+        if logits is not None:  # not a dummy step
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, logits))
+        super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         try:
