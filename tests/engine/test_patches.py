@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
@@ -25,15 +24,13 @@ from vllm.engine import arg_utils
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.platforms import current_platform
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_ppd.vllm_plugins import patches, register
-from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
-from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
-from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 from vllm_ppd.vllm_plugins.patches import scheduling, start
 
 register()
@@ -109,14 +106,11 @@ def test_unsupported_vllm(
 
 def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Factory) -> None:
     """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a closed list of methods."""
-    for runner, asynchronous in (("v1", False), ("v2", True)):
-        config = resolve(parse_options({"method": "cp", "runner": runner}), 6, runners=Runners(None, "v2", True))
-        vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
-        assert not vllm_config._get_v2_model_runner_unsupported_features()
-        vllm_config.additional_config = {CONFIG_KEY: config.model_dump_json()}
-        methods = start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
-        assert ("custom_class" in methods) == asynchronous
-        assert "custom_class" not in get_args(vllm_module.NgramGPUTypes)
+    vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
+    assert vllm_config.use_v2_model_runner and vllm_config.scheduler_config.async_scheduling
+    assert not vllm_config._get_v2_model_runner_unsupported_features()
+    assert "custom_class" in start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
+    assert "custom_class" not in get_args(vllm_module.NgramGPUTypes)
     vllm_config.additional_config = {}
     assert any("custom_class" in feature for feature in vllm_config._get_v2_model_runner_unsupported_features())
 
@@ -138,7 +132,7 @@ def test_ranks_that_step_together_say_that_every_step_drafts(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduling, "watch_acceptance", lambda scheduler: None)
-    vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, "runner": "v2"})
+    vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
     for ranks in (1, 2):
         vllm_config.parallel_config.data_parallel_size = ranks
         scheduler = SimpleNamespace(max_num_running_reqs=4)
@@ -185,40 +179,6 @@ def test_stock_engine_runs_stock_code(engine: Factory) -> None:
     assert not hasattr(runner, "drafter")
 
 
-@pytest.mark.engine
-def test_steps_without_drafts_are_prepared_as_without_speculation(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows to sample from are those of the same requests with metadata of no drafts; steps with drafts have theirs."""
-    llm = engine({"method": "ppd", "exit_layer": 3, "adaptive": False})
-    runner = runner_of(llm)
-    prepare, configured = runner._prepare_inputs, runner.speculative_config
-    seen = []
-
-    def compared(scheduler_output: SchedulerOutput, scheduled: np.ndarray) -> Any:
-        stock = super(Verification, runner)._prepare_inputs(scheduler_output, scheduled)
-        ours = prepare(scheduler_output, scheduled)
-        assert runner.speculative_config is configured
-        assert (ours[0].tolist(), ours[2]) == (stock[0].tolist(), stock[2])
-        drafted = any(stock[1].num_draft_tokens)
-        assert (ours[1] is not None) == drafted
-        seen.append((drafted, int(scheduled.sum())))
-        return ours
-
-    monkeypatch.setattr(runner, "_prepare_inputs", compared)
-    generate(llm, prompts(3), greedy(6))
-    assert any(drafted for drafted, _ in seen)
-    assert any(not drafted and tokens > 3 for drafted, tokens in seen)  # prompts
-
-    def fails(*args: Any) -> None:
-        raise KeyError("anything")
-
-    monkeypatch.setattr(GPUModelRunner, "_prepare_inputs", fails)
-    with pytest.raises(KeyError):
-        prepare(SchedulerOutput.make_empty(), np.zeros(0))
-    assert runner.speculative_config is configured
-
-
 SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 import conftest, cases, json
@@ -239,16 +199,13 @@ def test_output_is_that_of_a_vllm_without_us(engine: Factory, tiny_model: Factor
     assert json.loads(tokens.removeprefix("TOKENS ")) == generate(engine(), prompts(16), greedy())
 
 
-@pytest.mark.engine
-def test_cpu_mend_survives_another_engine(engine: Factory) -> None:
-    """vLLM's CPU backend drops sampling parameters of drafts; ours must stay in place when a stock engine follows."""
-    from vllm.platforms import current_platform
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not a CPU build")
+def test_vllms_own_methods_on_a_cpu_are_mended() -> None:
+    """Its backend drops sampling parameters of drafts, which measurements of these methods must not have."""
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    engine({"method": "ppd", "exit_layer": 3})
+    mend_workers_to_come()
     current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
     for values in (torch.tensor([0.5, 0.0, 0.7]), torch.tensor([5, 0, 9], dtype=torch.int32)):
         spread = expand_batch_to_tokens(values, torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1)
         assert spread.tolist() == [values[0].item(), values[0].item(), values[2].item()]
-    spread = expand_batch_to_tokens(torch.tensor([0.0, 0.5]), torch.tensor([1, 2], dtype=torch.int32), 2, 0, 1)
-    assert spread.tolist() == [1.0, 0.5]
