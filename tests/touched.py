@@ -25,10 +25,8 @@ V2 = "vllm.v1.worker.gpu"
 
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
-    f"{PLUGIN}.v1.proposer:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.verification:Verification": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.worker:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
+    f"{PLUGIN}.v2.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
@@ -38,10 +36,8 @@ OVERRIDING = {
 }
 # What is called or assumed beside.
 ASSUMED = [
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",  # wrapped as V2's is
     f"{V2}.eplb_utils:EPLBController.maybe_register_speculator",  # a speculator without a model registers nothing
     "vllm.engine.arg_utils:EngineArgs.__post_init__",  # resolves names of heads by get_model_path
-    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
     "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",  # whose global unseen_by_connectors hides
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",  # counts steps in flight, takes placeholder drafts
@@ -65,9 +61,6 @@ ASSUMED = [
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",  # placeholders of as many drafts
     "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",  # what ScheduledDrafts takes the place of
     f"{V2}.model_runner:GPUModelRunner.load_model",
-    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
-    "vllm.v1.sample.rejection_sampler:rejection_sample",
-    *(f"vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.{name}" for name in ("forward_cpu", "forward_native")),
     *(f"{V2}.cudagraph_utils:CudaGraphManager.{name}" for name in (
         "__init__", "_init_candidates", "capture", "dispatch", "run_fullgraph",
     )),
@@ -78,8 +71,6 @@ ASSUMED = [
     f"{V2}.sample.states:SamplingStates.add_request",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
 ]  # fmt: skip
 
 

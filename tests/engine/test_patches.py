@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
 from conftest import ROOT, Factory, our_log, runner_of
@@ -23,11 +24,13 @@ from vllm.engine import arg_utils
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.platforms import current_platform
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_ppd.vllm_plugins import patches, register
 from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 from vllm_ppd.vllm_plugins.patches import scheduling, start
 
 register()
@@ -104,9 +107,10 @@ def test_unsupported_vllm(
 def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Factory) -> None:
     """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a closed list of methods."""
     vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
-    assert vllm_config.use_v2_model_runner and not vllm_config._get_v2_model_runner_unsupported_features()
-    methods = start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
-    assert "custom_class" in methods and "custom_class" not in get_args(vllm_module.NgramGPUTypes)
+    assert vllm_config.use_v2_model_runner and vllm_config.scheduler_config.async_scheduling
+    assert not vllm_config._get_v2_model_runner_unsupported_features()
+    assert "custom_class" in start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
+    assert "custom_class" not in get_args(vllm_module.NgramGPUTypes)
     vllm_config.additional_config = {}
     assert any("custom_class" in feature for feature in vllm_config._get_v2_model_runner_unsupported_features())
 
@@ -193,3 +197,15 @@ def test_output_is_that_of_a_vllm_without_us(engine: Factory, tiny_model: Factor
     assert "vllm-ppd" not in run.stdout + run.stderr
     tokens = next(line for line in run.stdout.splitlines() if line.startswith("TOKENS "))
     assert json.loads(tokens.removeprefix("TOKENS ")) == generate(engine(), prompts(16), greedy())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not a CPU build")
+def test_vllms_own_methods_on_a_cpu_are_mended() -> None:
+    """Its backend drops sampling parameters of drafts, which measurements of these methods must not have."""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    mend_workers_to_come()
+    current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
+    for values in (torch.tensor([0.5, 0.0, 0.7]), torch.tensor([5, 0, 9], dtype=torch.int32)):
+        spread = expand_batch_to_tokens(values, torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1)
+        assert spread.tolist() == [values[0].item(), values[0].item(), values[2].item()]

@@ -3,22 +3,17 @@
 
 Without the first, sampling with drafts has the wrong distribution: `expand_kernel` spreads per-request sampling
 parameters over draft tokens. For float32 and int32 outputs it fills a converted copy and drops it, so temperature,
-top-k and top-p of verified drafts are whatever the memory held. Every speculative method on the CPU is affected;
-greedy requests are not.
+top-k and top-p of verified drafts are whatever the memory held. vLLM's own speculative methods, which run on its
+runner V1 there, are affected; greedy requests are not.
 
 Without the second, ranks that die leave their shared memory behind.
 """
 
 import glob
-import logging
 import os
 from typing import Any
 
 import torch
-
-logger = logging.getLogger("vllm.vllm_ppd")
-
-KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 def expand(
@@ -40,21 +35,6 @@ def mend_workers_to_come() -> None:
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand
-
-
-def mend_expand_kernel() -> None:
-    """Register our kernel through vLLM's own hook for platform kernels, if the stock one is wrong."""
-    from vllm.triton_utils.dispatcher import register_kernels
-    from vllm.utils import cpu_triton_utils
-    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-
-    probe = torch.tensor([0.25, 0.75])
-    if expand_batch_to_tokens(probe, torch.tensor([2, 3], dtype=torch.int32), 3).tolist() == [0.25, 0.25, 0.75]:
-        return
-    register_kernels({KERNEL: expand})
-    # vLLM registers its kernels again for every worker of a process.
-    cpu_triton_utils._expand_kernel_impl = expand
-    logger.info("vllm-ppd: replaced the CPU backend's expand_kernel, which drops sampling parameters of drafts")
 
 
 def unlink_shared_memory(*groups: Any) -> None:

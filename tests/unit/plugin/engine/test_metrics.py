@@ -16,14 +16,13 @@ from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
-from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
+from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, COUNTERS, Counters, totals
 from vllm_ppd.vllm_plugins.patches import statistics
 
 IN_A_PROCESS = """
@@ -41,8 +40,11 @@ print(generate_latest(registry).decode())
 """
 
 
-def output() -> ModelRunnerOutput:
-    return ModelRunnerOutput(req_ids=[], req_id_to_index={})
+def output(worker: Counters) -> ModelRunnerOutput:
+    """A step's output with what a worker counted."""
+    made = ModelRunnerOutput(req_ids=[], req_id_to_index={})
+    worker.attach(made)
+    return made
 
 
 def value(name: str, **labels: str) -> float:
@@ -97,28 +99,19 @@ def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
     before = {name: value(name, engine="1") for name in amounts}, totals()["deferred_steps"]
     for name, amount in amounts.items():
         worker.add(name, amount)
-    sent = pickle.loads(pickle.dumps(with_counts(output(), worker)))  # as from a worker's process
-    for made in (sent, with_counts(output(), worker)):
+    sent = pickle.loads(pickle.dumps(output(worker)))  # as from a worker's process
+    for made in (sent, output(worker)):
         manager.record(told(scheduler.step(made)), engine_idx=1)
     assert {name: value(name, engine="1") - before[0][name] for name in amounts} == amounts
     assert totals()["deferred_steps"] - before[1] == 2
     assert manager.seen == [(None, 1), (None, 1)], "vLLM's loggers must not find our key"
 
 
-def test_steps_that_share_an_output_keep_their_counts() -> None:
-    """vLLM shares one empty output: what is counted goes with the next one."""
-    worker = Counters()
-    worker.add("fallback_steps")
-    assert not hasattr(with_counts(EMPTY_MODEL_RUNNER_OUTPUT, worker), "vllm_ppd_counts")
-    assert with_counts(output(), worker).vllm_ppd_counts == {"fallback_steps": 1.0}
-    assert not hasattr(with_counts(output(), worker), "vllm_ppd_counts")
-
-
 def test_statistics_that_are_off_hold_nothing_back() -> None:
     worker, scheduler, before = Counters(), Scheduler(log_stats=False), totals()["fallback_steps"]
     for _ in range(3):
         worker.add("fallback_steps")
-        assert scheduler.step(with_counts(output(), worker)) is None
+        assert scheduler.step(output(worker)) is None
     assert totals()["fallback_steps"] - before == 3, "benchmarks count without statistics"
     assert not hasattr(scheduler, statistics.PENDING)
 
@@ -130,7 +123,7 @@ def test_connectors_keep_their_statistics(manager: Manager) -> None:
     manager.record(SchedulerStats(kv_connector_stats={"transfers": 4}), engine_idx=1)
     manager.record(None, engine_idx=1)
     assert manager.seen == [({"transfers": 3}, None), ({"transfers": 4}, 1), (None, 1)]
-    assert scheduler.step(with_counts(output(), worker)).kv_connector_stats is None  # type: ignore[union-attr]
+    assert scheduler.step(output(worker)).kv_connector_stats is None  # type: ignore[union-attr]
 
 
 def test_stages_hand_their_counts_on() -> None:
@@ -141,7 +134,7 @@ def test_stages_hand_their_counts_on() -> None:
     last.add("group_last_stage_layers", 5)
     assert not first.take().any()
     assert last.values.sum() == 11
-    assert with_counts(output(), last).vllm_ppd_counts == {"group_candidates": 6.0, "group_last_stage_layers": 5.0}
+    assert getattr(output(last), ATTRIBUTE) == {"group_candidates": 6.0, "group_last_stage_layers": 5.0}
     assert taken.dtype == np.float64
 
 
@@ -165,7 +158,7 @@ def test_several_api_servers(tmp_path: Path) -> None:
     text = scraped("alone", "all", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     assert 'ppd:deferred_steps_total{engine="0",model_name="model"} 4.0' in text
     assert 'ppd:deferred_steps_total{engine="1",model_name="model"} 10.0' in text
-    assert 'ppd:confidence_stops_total{engine="0",model_name="model"} 0.0' in text
+    assert 'ppd:fallback_steps_total{engine="0",model_name="model"} 0.0' in text
 
 
 def test_other_engines_have_none() -> None:

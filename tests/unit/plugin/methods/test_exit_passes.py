@@ -80,7 +80,6 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = temperature == 0
     assert torch.equal(whole.token_ids[greedy], parts.token_ids[greedy])
     torch.testing.assert_close(whole.confidence, parts.confidence)
-    torch.testing.assert_close(whole.probs, parts.probs)
 
 
 def attention_group(name: str, updates: bool) -> Any:
