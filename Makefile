@@ -81,9 +81,9 @@ inflated recipes: setup
 smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
 
-# Requests to a server of each method and of vLLM alone, with answers compared; what was stopped goes on.
+# Requests to a server of each method and of vLLM alone, with answers compared.
 soak: setup
-	$(BIN)/python -m vllm_ppd.benchmarks.soak.run $(ARGS)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 # What the results page shows, measured part by part and checked; what was stopped goes on.
 evidence: setup

@@ -104,8 +104,6 @@ def parts(data: str) -> dict[str, Part]:
                                 [*some, "--plain", "ngram", *ours, eagle, medusa]], greedy_text_is_vllms),
         "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
                                 '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),
-        "soak": Part(40, [["-m", "vllm_ppd.benchmarks.soak.run", "--requests", "3000", "--folder", str(WORK / "soak")]],
-                     servers_have_no_fault),
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = {  # by the value of "benchmark" in a file of results
     "decode": "benchmarks/decode/run.py", "acceptance": "benchmarks/acceptance/run.py",
-    "serve": "benchmarks/serve/run.py", "soak": "benchmarks/soak/run.py", "rows": "benchmarks/gpu/steps.py",
+    "serve": "benchmarks/serve/run.py", "soak": "tests/soak.py", "rows": "benchmarks/gpu/steps.py",
     "kernels": "benchmarks/gpu/kernels.py",
 }  # fmt: skip
 # Summaries, lists of methods and kinds, and what `ppd data` runs do not influence results.
