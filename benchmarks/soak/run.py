@@ -132,12 +132,13 @@ class Soak:
         rows: list[Row] = []
         faults: dict[str, list[str]] = {}
         control = records[BASE]
+        drafting = next((records[m.contender.name] for m in everyone if m.drafts and records[m.contender.name]), None)
         for method in everyone:
             name = method.contender.name
             mine = records[name]
             if mine is not None and control is not None:
                 alike = records[FEW_AT_ONCE] if method.at_once == everyone[1].at_once else control
-                row, faults[name] = row_of(method, mine, control, alike, self.workload.request)
+                row, faults[name] = row_of(method, mine, control, alike, drafting, self.workload.request)
                 rows.append(row)
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
         for name, lines in faults.items():
@@ -154,12 +155,23 @@ def row_of(
     mine: checks.Records,
     control: checks.Records,
     alike: checks.Records | None,
+    drafting: checks.Records | None,
     request: Callable[[int], Request],
 ) -> tuple[Row, list[str]]:
-    """A server's row of the report, and its faults; alike: the control with the same concurrency."""
+    """A server's row of the report, and its faults.
+
+    Args:
+        method: of the server.
+        mine: what it answered.
+        control: what vLLM alone did.
+        alike: the control with the same concurrency.
+        drafting: the first server that drafts, for seeds: on a CPU vLLM alone has another runner and random numbers.
+        request: by index.
+    """
     asked = [request(index) for index in sorted(mine.answers)]
     greedy = checks.compare(((each.index,) * 2 for each in asked if each.greedy), mine.answers, control.answers)
-    seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, control.answers)
+    theirs = drafting.answers if drafting is not None and method.drafts else {}
+    seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, theirs)
     repeats = checks.compare(((each.index, each.repeats) for each in asked), mine.answers, mine.answers)
     grown = checks.growth(mine)
     drafted, accepted, preempted = map(mine.total, (checks.DRAFTED, checks.ACCEPTED, checks.PREEMPTIONS))
@@ -168,7 +180,7 @@ def row_of(
     for index in greedy.unlike:
         where = checks.parting(MODEL, request(index), mine.answers[index], control.answers[index])
         faults.append(f"request {index}, greedy: {where}")
-    faults += [f"request {index}, seeded, differs from vLLM's" for index in seeded.unlike]
+    faults += [f"request {index}, seeded, differs from another server's" for index in seeded.unlike]
     faults += [f"request {index} differs from {request(index).repeats}, which it repeats" for index in repeats.unlike]
     if alike is not None and len(mine.answers) == len(alike.answers):
         faults += checks.memory_faults(grown, checks.growth(alike))
@@ -183,7 +195,7 @@ def row_of(
         "server": method.contender.name, "requests": len(mine.answers),
         "hung up": sum(answer["hung_up"] for answer in mine.answers.values()), "preemptions": preempted,
         "drafted": drafted, "accepted": accepted, "greedy unlike vLLM": str(greedy), "seeds not repeated": str(repeats),
-        "seeded unlike vLLM": str(seeded), "MiB": mine.end["memory"] // checks.MIB,
+        "seeded unlike another's": str(seeded), "MiB": mine.end["memory"] // checks.MIB,
         "grown": grown.mib if grown else "", "spread": grown.spread if grown else "", "faults": len(faults),
     }, faults  # fmt: skip
 

@@ -150,10 +150,10 @@ def test_every_fault_of_a_server_is_in_its_row() -> None:
     control, right = soaked(), soaked()
     wrong = soaked({checks.ACCEPTED: 0, checks.BY_POSITION: 0, checks.PREEMPTIONS: 0})
     wrong.answers[0] |= {"ids": [70] * 5 + [71], "error": "HTTP 500"}
-    row, faults = run.row_of(method, right, control, control, body)
+    row, faults = run.row_of(method, right, control, control, control, body)
     assert row["greedy unlike vLLM"] == "0 of 2" and row["accepted"] == 4 and row["hung up"] == 1
     assert faults == []
-    row, faults = run.row_of(method, wrong, control, control, body)
+    row, faults = run.row_of(method, wrong, control, control, control, body)
     assert row["greedy unlike vLLM"] == "1 of 2" and row["faults"] == len(faults) == 4
     assert (
         faults[0] == "request 0: HTTP 500"
@@ -162,4 +162,4 @@ def test_every_fault_of_a_server_is_in_its_row() -> None:
     )
     assert faults[1].startswith("request 0, greedy: after 5 tokens 71 (-") and "the top two are" in faults[1]
     method = next(method for method in run.methods() if method.contender.name == "cp + lookup")
-    assert run.row_of(method, soaked(), soaked(), soaked(), body)[1] == ["no draft was looked up"]
+    assert run.row_of(method, soaked(), soaked(), soaked(), soaked(), body)[1] == ["no draft was looked up"]
