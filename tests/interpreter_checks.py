@@ -42,7 +42,7 @@ def same(run: Callable[[], Any], *kernels: str) -> Any:
 
 
 def reader() -> None:
-    """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates, exits together."""
+    """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates."""
     from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.kernels.early_topk import merge_topk
     from vllm_ppd.vllm_plugins.engine.lm_head import LMHead, Unembedding
@@ -69,24 +69,17 @@ def reader() -> None:
 
     adapter: Any = SimpleNamespace(norm=lambda hidden, residual: (hidden + residual).clone())
     state = torch.randn(5, 64), torch.randn(5, 64)
-    final = torch.randn(3, 64), None
-    several = [(2, state), (4, state), (None, final)]
     for heads in (None, EarlyHeads((2, 4), 64), EarlyHeads((2, 4), 64, "classifier", weight[:300])):
         exits = EarlyReader(adapter, Head(), heads)
         for parameter in () if heads is None else heads.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
-        same(lambda exits=exits: exits.greedy(2, state, with_confidence=True)[:2], "unembed_topk")
+        same(lambda exits=exits: exits.greedy(2, state, with_confidence=True), "unembed_topk")
         same(lambda exits=exits: exits.candidates(4, state, 3), "unembed_topk")
-        same(lambda exits=exits: exits.greedy_together(several, with_confidence=True)[:2], "unembed_topk")
-        in_turn = [exits.greedy(*part, with_confidence=False).token_ids for part in several[:2]]
-        together = exits.greedy_together(several, with_confidence=False).token_ids
-        assert torch.cat(in_turn).tolist() == together[:10].tolist()
-        used.clear()
 
     ranks = [EarlyReader(adapter, Head(*shard), None) for shard in ((0, 170), (170, 300))]
 
     def exchanged() -> tuple[torch.Tensor, torch.Tensor]:
-        best = [rank._shard_topk([(2, state)], 3, True) for rank in ranks]
+        best = [rank._shard_topk(2, state, 3, True) for rank in ranks]
         values, ids, logsumexps = (torch.stack(parts, dim=1) for parts in zip(*best, strict=True))
         return merge_topk(values, ids, logsumexps, 3)
 
@@ -123,7 +116,7 @@ def heads() -> None:
     def choose() -> list[torch.Tensor]:
         choice = candidates(scores, settings, first_token=first).back_off(settings, context=context)
         return [
-            *choice.draw(Sampling(torch.zeros(4))),
+            choice.draw(Sampling(torch.zeros(4))),
             choice.likeliest.tokens,
             choice.confidence(choice.likeliest.tokens),
             *choice.joints,

@@ -66,7 +66,7 @@ class DynaMoDrafter(Drafter):
         context = None if step.context is None else step.context[part]
         with_joints = sampling is not None or step.with_confidence
         choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context, with_joints)
-        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)[0]
+        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)
         confidence = choice.confidence(tokens) if step.with_confidence else None
         return choice.likeliest.drafts, tokens[:, 1:], confidence
 
