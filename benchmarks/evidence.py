@@ -67,11 +67,6 @@ def parts(data: str) -> dict[str, Part]:
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256"]
     loads = ["--batch-sizes", "1,4,16", "--rounds", "4", "--new-tokens", "96"]
     methods = [*decode, *ours, "--plain", "ngram", eagle, *loads]
-    early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
-    paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
-    paradecode |= {", untrained": {name: early[name] for name in early if name != "model"}}
-    paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
-    also = [f"paradecode{name}={json.dumps(config)}" for name, config in paradecode.items()]
     ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3",
                                                        "recurrent-r1", "recurrent-r3", "recurrent-r8")]  # fmt: skip
     group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,3,5",
@@ -90,8 +85,6 @@ def parts(data: str) -> dict[str, Part]:
     steps = [word for name, config in configs.items() for word in ("--contender", f"{name}={json.dumps(config)}")]
     some = [*PPD, "acceptance", *smollm, "--prompts", "130"]
     return {
-        "paradecode": Part(20, [[*decode, "--plain", "none", "--also", *also, "--eager", "--new-tokens", "64",
-                                 "--batch-sizes", "1", "--rounds", "26"]]),
         "group": Part(30, [[*PPD, "decode", *group, "--rounds", "5", "--new-tokens", "96", "--batch-sizes", "1"]],
                       groups_are_as_fast_as_promised),
         "cp_conditions": Part(30, [[*PPD, "acceptance", *smollm, "--prompts", "52", "--plain", "none",

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from vllm_ppd.kernels.draws import draw_as
 from vllm_ppd.kernels.joint import TINY, Likeliest, Top
-from vllm_ppd.kernels.sampling import INVALID, Sampling, drawn_from, is_greedy, truncated
+from vllm_ppd.kernels.sampling import INVALID, Sampling, is_greedy, truncated
 
 BINS = 256
 
@@ -143,19 +143,17 @@ def draw_ngrams(
     blur: int,
     adaptive: bool,
     sampling: Sampling,  # with the positions for the first draft
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Draw an n-gram of each row's order in proportion to the joint after the thresholds.
 
     Rows at temperature 0 take the likeliest n-gram. Each token's distribution given the tokens before it is cut to the
     row's top-k and top-p; the joint already includes the rows' temperatures.
 
     Returns:
-        (tokens [rows, n] int64, -1 past the order and where a draft's distribution is invalid;
-        probabilities of each head's top-k from the second token on [rows, n - 1, k] float32, one-hot where the
-        likeliest n-gram is taken, all zero past the order).
+        [rows, n] int64 tokens, -1 past the order and where a draft's distribution is invalid.
     """
     joints, greedy = cut(joints, likeliest, blur, adaptive), is_greedy(sampling.temperature)
-    places, tokens, result = likeliest.places.clone(), likeliest.tokens.clone(), []
+    places, tokens = likeliest.places.clone(), likeliest.tokens.clone()
     for position, ids in enumerate(top.token_ids):
         distribution = torch.ones_like(ids, dtype=torch.float32)
         if ids.shape[1] > 1:  # else the token is already emitted: nothing to draw
@@ -164,7 +162,6 @@ def draw_ngrams(
             places[:, position] = torch.where(greedy, places[:, position], drawn)
         tokens[:, position] = ids.gather(1, places[:, position : position + 1])[:, 0]
         if position:
-            taken = (likeliest.order > position)[:, None]
-            result.append(drawn_from(distribution, places[:, position], greedy) * taken)
-            tokens[:, position].masked_fill_(~(result[-1].sum(dim=-1) > 0), INVALID)
-    return tokens, torch.stack(result, dim=1)
+            valid = (likeliest.order > position) & (distribution.sum(dim=-1) > 0)
+            tokens[:, position].masked_fill_(~valid, INVALID)
+    return tokens

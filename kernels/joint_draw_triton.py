@@ -51,7 +51,6 @@ def _draw_ngrams(
     sampling: Sampling,
     scratch: tl.tensor,  # [rows, entries of the highest order] float32
     tokens: tl.tensor,
-    q: tl.tensor,
     centre: tl.tensor,
     edge: tl.tensor,
     rows: tl.tensor,
@@ -149,9 +148,6 @@ def _draw_ngrams(
         place = tl.where(cold, tl.load(likeliest.places + row * number + GIVEN + axis), place)
         token = tl.load(top.ids + (axis * rows + row) * K + place)
         tl.store(tokens + row * number + GIVEN + axis, tl.where(valid, token, INVALID))
-        if GIVEN + axis > 0:
-            taken = tl.where(cold & valid, (column == place).to(tl.float32), probs)
-            tl.store(q + (row * (number - 1) + GIVEN + axis - 1) * K + column, taken, mask=column < K)
         prefix = prefix * K + place
     if GIVEN:
         tl.store(tokens + row * number, tl.load(top.first_token + row))
@@ -164,18 +160,17 @@ def draw_ngrams(
     blur: int,
     adaptive: bool,
     sampling: Sampling,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Same as the reference, which runs for blurs other than 1 and 3 and for more than three heads."""
     (heads, rows, k), given, device = top.ids.shape, int(top.first_token is not None), top.ids.device
     if heads > MOST_HEADS or (adaptive and blur not in (1, 3)):
         return joint_draw.draw_ngrams(joints, likeliest, top, blur, adaptive, sampling)
     scratch = torch.empty(rows, k**heads, dtype=torch.float32, device=device)
     tokens = torch.empty_like(likeliest.tokens)
-    q = torch.empty(rows, heads + given - 1, k, dtype=torch.float32, device=device)
     centre, edge = (1 / (1 + 2 * EDGE), EDGE / (1 + 2 * EDGE)) if blur == 3 else (1.0, 0.0)
     _draw_ngrams[(rows,)](
-        tuple(joints), likeliest, top, with_seeds(sampling), scratch, tokens, q, centre, edge, rows,
+        tuple(joints), likeliest, top, with_seeds(sampling), scratch, tokens, centre, edge, rows,
         HEADS=heads, K=k, K_BLOCK=triton.next_power_of_2(k), GIVEN=given, BLUR=blur // 2, ADAPTIVE=adaptive,
         BINS=BINS, BLOCK=BLOCK, BLOCK_R=BLOCK_R, num_warps=8,
     )  # fmt: skip
-    return tokens, q
+    return tokens

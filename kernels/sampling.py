@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling that all drafters share: temperatures, draws, and q(x) for rejection sampling."""
+"""Sampling that all drafters share: temperatures, distributions and draws."""
 
 from __future__ import annotations
 
@@ -86,13 +86,3 @@ def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
     generators are in the same state, draw the same index. An entry of weight 0 is drawn only if all weights are 0.
     """
     return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(dim=-1)
-
-
-def drawn_from(
-    probs: torch.Tensor,  # [rows, ..., entries]
-    index: torch.Tensor,  # [rows, ...] int64, the entries that were taken
-    greedy: torch.Tensor,  # [rows] bool
-) -> torch.Tensor:
-    """q(x) of the chosen entries: the probabilities in rows that drew, one-hot in rows that took the best entry."""
-    one_hot = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
-    return torch.where(greedy.view(-1, *[1] * (probs.dim() - 1)), one_hot, probs)

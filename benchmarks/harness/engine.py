@@ -67,7 +67,9 @@ class Engine:
         self._timed = worker is not None  # not if workers are separate processes
         self._time(worker, "execute_model", "worker")
         self._time(worker, "sample_tokens", "worker")
-        self._time(getattr(worker, "model_runner", None), "propose_draft_token_ids", "draft")
+        runner = getattr(worker, "model_runner", None)
+        self._time(getattr(runner, "speculator", None), "propose", "draft")  # host time, on a GPU
+        self._time(runner, "propose_draft_token_ids", "draft")  # vLLM's own methods on its runner V1
         cache = self._engine.vllm_config.cache_config
         capacity = (cache.num_gpu_blocks or 0) * cache.block_size
         self.facts = {"kv_cache_tokens": capacity, "peak_bytes": peak_bytes(), "free_bytes": free_bytes()}
@@ -102,14 +104,14 @@ class Engine:
         setattr(owner, name, timed)
 
     def time_steps(self) -> None:
-        """Measure step costs for adaptive drafting of runner V2 again, when no other engine is starting."""
+        """Measure step costs for adaptive drafting again, when no other engine is starting."""
         follow_step_costs(self._core, again=True)
 
     def adapt(self, adaptive: bool) -> None:
-        """Draft adaptively from here on, or always; raises BenchError where drafting was not adaptive on runner V2."""
+        """Draft adaptively from here on, or always; raises BenchError where drafting was not adaptive."""
         drafts = self._core.scheduler.dynamic_sd_lookup
         if not isinstance(drafts, ScheduledDrafts) or (drafts.controller or self._paused) is None:
-            raise BenchError('"adaptive" needs an engine with adaptive drafting on runner V2; leave it out')
+            raise BenchError('"adaptive" needs an engine with adaptive drafting; leave it out')
         if adaptive:
             drafts.controller, self._paused = self._paused, None
         else:

@@ -26,7 +26,7 @@ LEFT_OUT = (
     "/table.py", "/estimates.py", "/results.py", "/sources.py", "/in_words.py", "/provenance.py", "/registry.py",
     "/kinds.py", "/engine/generation.py",
 )  # fmt: skip
-PLUGIN, METHOD_FOLDERS, V2 = "vllm_plugins/", "vllm_plugins/methods/", "vllm_plugins/engine/v2/"
+PLUGIN, METHOD_FOLDERS = "vllm_plugins/", "vllm_plugins/methods/"
 TRITON = "_triton.py"
 
 
@@ -79,36 +79,35 @@ def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[st
     import torch
 
     methods = tuple(sorted({name for config in configs for name in folders_of(config or {})}))
-    v2 = torch.cuda.is_available()
-    return {"benchmark": benchmark, "methods": list(methods), "v2": v2, "digest": digest(benchmark, methods, v2)}
+    gpu = torch.cuda.is_available()
+    return {"benchmark": benchmark, "methods": list(methods), "gpu": gpu, "digest": digest(benchmark, methods, gpu)}
 
 
 def are_current(stored: dict[str, Any] | None) -> bool:
     """Whether the code that measured a result is the current one, except for what digest_of_file leaves out."""
-    return stored is not None and stored["digest"] == digest(
-        stored["benchmark"], tuple(stored["methods"]), stored["v2"]
-    )
+    if stored is None or "gpu" not in stored:  # measured before drafting was of one runner
+        return False
+    return bool(stored["digest"] == digest(stored["benchmark"], tuple(stored["methods"]), stored["gpu"]))
 
 
 @cache
-def digest(benchmark: str, methods: tuple[str, ...], v2: bool) -> str:
+def digest(benchmark: str, methods: tuple[str, ...], gpu: bool) -> str:
     """The digest of all files that a benchmark runs with some methods (folders of methods/)."""
-    files = files_of(benchmark, methods, v2)
+    files = files_of(benchmark, methods, gpu)
     return hashlib.sha256("".join(f"{file} {digest_of_file(file)}\n" for file in files).encode()).hexdigest()[:16]
 
 
-def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
+def files_of(benchmark: str, methods: Iterable[str], gpu: bool) -> list[str]:
     """Files of the benchmark, of the plugin with these methods only, and their imports.
 
-    Runner V2 and Triton kernels count only if v2 says that they ran.
+    Triton kernels count only on a GPU.
     """
     folders = tuple(f"{METHOD_FOLDERS}{method}/" for method in methods)
 
     def runs(file: str) -> bool:
         if file.endswith(LEFT_OUT) or (file.startswith(METHOD_FOLDERS) and not file.startswith(folders)):
             return False
-        on_gpu = file.endswith(TRITON) or any(target.startswith(V2) for target in (file, *files_imported(file)))
-        return v2 or not on_gpu
+        return gpu or not file.endswith(TRITON)
 
     plugin = (str(path.relative_to(ROOT)) for path in (ROOT / PLUGIN).rglob("*.py"))
     todo, reached = [BENCHMARKS[benchmark], *(file for file in plugin if "/cli/" not in file)], set()

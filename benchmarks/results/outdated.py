@@ -81,5 +81,5 @@ def _measured(path: Path) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 def _changed(path: Path, commit: str, machine: str, identity: dict[str, Any]) -> int:
     benchmark = json.loads(path.read_text()).get("benchmark")
     config = identity.get("speculative_config") or {}
-    v2 = " core" not in machine
-    return changed_since(commit, files_of(benchmark, folders_of(config), v2)) if benchmark in BENCHMARKS else 0
+    gpu = " core" not in machine
+    return changed_since(commit, files_of(benchmark, folders_of(config), gpu)) if benchmark in BENCHMARKS else 0

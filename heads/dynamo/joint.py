@@ -36,10 +36,11 @@ class JointChoice:
         """[rows] int64: tokens to take, 1..n."""
         return self.likeliest.order
 
-    def draw(self, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, sampling: Sampling) -> torch.Tensor:
         """See draw_ngrams."""
         draw, settings = chosen(draw_ngrams, self.order), self.settings
-        return draw(self.uncut, self.likeliest, self.top, settings.blur, settings.adaptive, sampling)
+        tokens: torch.Tensor = draw(self.uncut, self.likeliest, self.top, settings.blur, settings.adaptive, sampling)
+        return tokens
 
     def probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
         """Probabilities with which draw() draws tokens [rows, n] from the second on, given those before: [rows, n - 1].

@@ -16,9 +16,7 @@ FILES = {
     "heads/named.py": "z = 1",
     "heads/read_triton.py": "kernel = 1",
     "vllm_plugins/engine/host.py": "host = 1\nNAMED = 'vllm_ppd.heads.named.Adapter'",
-    "vllm_plugins/engine/v2/runner.py": "runner = 1",
     "vllm_plugins/methods/cp/drafter.py": "cp = 1",
-    "vllm_plugins/methods/cp/speculator.py": "from vllm_ppd.vllm_plugins.engine.v2.runner import runner",
     "vllm_plugins/methods/dynamo/drafter.py": "dynamo = 1",
 }
 
@@ -38,9 +36,9 @@ def forget() -> None:
         getattr(sources, name).cache_clear()
 
 
-def digest(v2: bool) -> str:
+def digest(gpu: bool) -> str:
     forget()
-    return sources.digest("decode", ("cp",), v2)
+    return sources.digest("decode", ("cp",), gpu)
 
 
 @pytest.mark.parametrize(
@@ -59,23 +57,21 @@ def digest(v2: bool) -> str:
         ("vllm_plugins/methods/dynamo/drafter.py", "1", "2", False),  # another method
     ],
 )
-@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("gpu", [False, True])
 def test_only_code_that_ran_changes_the_digest(
-    tree: Path, file: str, old: str, new: str, changes: bool, v2: bool
+    tree: Path, file: str, old: str, new: str, changes: bool, gpu: bool
 ) -> None:
-    before = digest(v2)
+    before = digest(gpu)
     assert old in FILES[file]
     (tree / file).write_text(FILES[file].replace(old, new))
-    assert (digest(v2) != before) is changes
+    assert (digest(gpu) != before) is changes
 
 
-@pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("file", ["vllm_plugins/engine/v2/runner.py", "vllm_plugins/methods/cp/speculator.py",
-                                  "heads/read_triton.py"])  # fmt: skip
-def test_runner_v2_and_kernels_count_where_they_ran(tree: Path, file: str, v2: bool) -> None:
-    before = digest(v2)
-    (tree / file).write_text(FILES[file] + "\nmore = 1")
-    assert (digest(v2) != before) is v2
+@pytest.mark.parametrize("gpu", [False, True])
+def test_kernels_count_where_they_ran(tree: Path, gpu: bool) -> None:
+    before = digest(gpu)
+    (tree / "heads/read_triton.py").write_text("more = 1")
+    assert (digest(gpu) != before) is gpu
 
 
 @pytest.mark.parametrize(

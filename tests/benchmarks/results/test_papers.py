@@ -39,6 +39,9 @@ def test_what_is_measured_names_its_command(paper: str) -> None:
     references = [item[3] for item in ITEMS[paper] if item[2] == "measured"]
     assert references
     for reference in references:
+        if kept := re.fullmatch(r"`(.+\.json)`, commit [0-9a-f]{7}", reference):  # by code that is gone
+            assert (ROOT / kept[1]).is_file()
+            continue
         command, part = re.fullmatch(r"`(ppd calibrate|make evidence)`, `(\w+)`", reference).groups()  # type: ignore[union-attr]
         assert part in (evidence.parts("data") if command == "make evidence" else calibration_of(PAPERS[paper]).PARTS)
 

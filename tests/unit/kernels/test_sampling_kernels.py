@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling that drafters share: greedy rows, draws in proportion and their q(x), top-k and top-p."""
+"""The sampling that drafters share: greedy rows, draws in proportion, top-k and top-p."""
 
 import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from vllm_ppd.kernels.sampling import Sampling, distribution, divisor, draw, drawn_from, is_greedy, truncated
+from vllm_ppd.kernels.sampling import Sampling, distribution, divisor, draw, is_greedy, truncated
 from vllm_ppd.kernels.top_p import BEST, mask_top_p
 
 ROWS, VOCAB = 40, 97
@@ -31,16 +31,6 @@ def test_generators_in_the_same_state_draw_the_same() -> None:
     first, again = (draw(weights, torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, draw(weights, torch.Generator().manual_seed(2)))
-
-
-def test_q_is_a_unit_vector_where_the_best_was_taken() -> None:
-    probs = torch.softmax(torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)), -1)
-    index = torch.tensor([[4, 0], [1, 2], [3, 3]])
-    q = drawn_from(probs, index, torch.tensor([True, False, True]))
-    assert torch.equal(q[1], probs[1])
-    for row in (0, 2):
-        assert q[row].sum(-1).tolist() == [1, 1]
-        assert q[row].argmax(-1).tolist() == index[row].tolist()
 
 
 @pytest.mark.parametrize("with_k", [False, True])

@@ -62,7 +62,7 @@ class DynaMoDrafter(Drafter):
         context = None if step.context is None else step.context[part]
         eps_b = step.options["eps_b"][part]
         choice = self.choose(scores, step.newest_ids[part], eps_b, context, with_joints=sampling is not None)
-        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)[0]
+        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)
         return choice.likeliest.drafts, tokens[:, 1:]
 
     def parts(self, requests: int, free: int) -> list[slice]:
