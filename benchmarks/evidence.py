@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from ctypes.util import find_library
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +32,8 @@ from vllm_ppd.heads.kinds import KINDS
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, WORK = ROOT / "benchmarks" / "results", Path("build/evidence")
 PPD = ["-m", "vllm_ppd.vllm_plugins.cli.main", "bench"]
-TARGET, INFLATED, DEMO = "build/smollm/model", "build/inflated", "benchmarks/demo/model"
+TARGET, INFLATED = "build/smollm/model", "build/inflated"
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive": False}
-DRIVER = "a GPU, or a driver that counts (benchmarks/gpu/README.md)"
 STAGES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each stage
 GROUP_SPEED_UP = 1.5  # at three candidates, relative to the same stages
 
@@ -46,15 +44,13 @@ class Part(NamedTuple):
     minutes: int
     commands: list[list[str]]  # words after `python`; each command adds to the file
     check: Callable[[Path], Iterator[str]] = lambda path: iter(())  # yields further faults of the file
-    gpu: bool = False  # whether it counts calls of a GPU's driver
 
     @property
     def lacks(self) -> list[str]:
-        """Files, or a driver, that are missing on this machine."""
+        """Files that are missing on this machine."""
         words = (word.partition("=")[2] or word for command in self.commands for word in command)
         paths = {word for word in words if re.fullmatch(r"\S+/\S+", word) and "{" not in word}
-        missing = sorted(path for path in paths - {str(WORK / "soak")} if not Path(path).exists())
-        return missing + [DRIVER] * (self.gpu and not find_library("cuda"))
+        return sorted(path for path in paths - {str(WORK / "soak")} if not Path(path).exists())
 
 
 def parts(data: str) -> dict[str, Part]:
@@ -71,18 +67,6 @@ def parts(data: str) -> dict[str, Part]:
                                                        "recurrent-r1", "recurrent-r3", "recurrent-r8")]  # fmt: skip
     group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,3,5",
              "--data", "build/corpus/validation.jsonl", "--dtype", "float32", "--kv-cache-gib", "0.25"]  # fmt: skip
-    demo = {name: {"method": name, "model": f"benchmarks/demo/heads/{name}"} | DRAFTS for name in ("cp", "dynamo")}
-    no_drafts = {key: value for key, value in demo["cp"].items() if key != "adaptive"} | {"disable_by_batch_size": 1}
-    configs = {
-        "vLLM": None,
-        "EAGLE": {"method": "eagle", "model": "build/eagle", "num_speculative_tokens": 3},
-        "cp": demo["cp"],
-        "ppd, early heads": {"method": "ppd", "model": "benchmarks/demo/heads/early", "exit_layer": 1} | DRAFTS,
-        "dynamo": demo["dynamo"] | {"num_speculative_tokens": 2},
-        "cp and lookups": demo["cp"] | {"prompt_lookup_min": 2},
-        "cp, no drafts at batch 8": no_drafts,
-    }
-    steps = [word for name, config in configs.items() for word in ("--contender", f"{name}={json.dumps(config)}")]
     some = [*PPD, "acceptance", *smollm, "--prompts", "130"]
     return {
         "group": Part(30, [[*PPD, "decode", *group, "--rounds", "5", "--new-tokens", "96", "--batch-sizes", "1"]],
@@ -95,8 +79,6 @@ def parts(data: str) -> dict[str, Part]:
                                    [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
         "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "none", "--heads", heads("cp")],
                                 [*some, "--plain", "ngram", *ours, eagle, medusa]], greedy_text_is_vllms),
-        "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
-                                '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),
     }  # fmt: skip
 
 
@@ -135,10 +117,6 @@ def groups_are_as_fast_as_promised(path: Path) -> Iterator[str]:
             yield f"{row['contender']} is {speed_up:.2f} times as fast as its stages, not {GROUP_SPEED_UP}"
         if row["predicted"] and speed_up < THEOREM_SHARE * row["predicted"]:
             yield f"{row['contender']}: {speed_up / row['predicted']:.2f} of the theorem, not {THEOREM_SHARE}"
-
-
-def servers_have_no_fault(path: Path) -> Iterator[str]:
-    yield from (f"{name}: {line}" for name, lines in json.loads(path.read_text())["faults"].items() for line in lines)
 
 
 def main() -> int:

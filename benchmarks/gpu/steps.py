@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Driver calls and host time of a decode step of several contenders, in turns.
+"""Calls of CUDA and host time of a decode step of several contenders, in turns.
 
     python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json --contender 'alone=null' \
         --contender 'cp={"method": "cp", "model": "HEADS"}' --contender 'EAGLE={"method": "eagle", "model": "EAGLE"}'
@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.benchmarks.gpu.calls import counting_driver
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.results import write_rows
@@ -21,7 +20,6 @@ from vllm_ppd.heads.in_words import table
 from vllm_ppd.heads.locking import writing_file
 
 PROMPT_TOKENS, WARM_STEPS, NEW_TOKENS = 20, 30, 400
-STAND_IN = "no GPU: a driver that computes nothing"
 SETTINGS: dict[str, Any] = {
     "max_model_len": 1024, "max_num_seqs": 32, "max_num_batched_tokens": 512, "seed": 0, "gpu_memory_utilization": 0.3,
     "enable_prefix_caching": False,
@@ -79,8 +77,7 @@ def main() -> None:
         finally:
             for engine in engines:
                 engine.close()
-        facts = {} if counting_driver() is None else {"machine": STAND_IN}
-        write_rows(args.out, "rows", rows, configs.values(), model=args.model, **facts)
+        write_rows(args.out, "rows", rows, configs.values(), model=args.model)
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
 
 

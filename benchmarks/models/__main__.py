@@ -27,7 +27,6 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "peer": Group("train a peer", "Train a speculator of one of vLLM's own methods for a target.", peer_commands),
     "inflate": Command("make models and heads wider", str(inflate.__doc__), inflate.run, inflate.InflateOptions),
-    "pack": Command("keep a target's answers", str(answers.__doc__), answers.pack, answers.PackOptions),
     "unpack": Command("restore a target's answers", str(answers.__doc__), answers.unpack, answers.UnpackOptions),
     "smollm": Command("make SmolLM2-135M-Instruct", str(smollm.__doc__), smollm.run, smollm.SmolLMOptions),
 }

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's answers on which heads were trained, kept without the prompts, whose licences vary.
 
-    python -m vllm_ppd.benchmarks.models pack --answers answers.jsonl --out answers.jsonl.xz
     python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts prompts.jsonl --model M --out FILE
 
-Each line of the packed file has the tokens of an answer and a digest of the prompt's tokens.
+Each line of answers.jsonl.xz has the tokens of an answer and a digest of the prompt's tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +22,10 @@ from vllm_ppd.heads.files import replaced
 DIGITS = 16  # digits of a prompt's digest
 
 
-class PackOptions(BaseModel):
-    """Options for packing the answers of `ppd data --prompts`."""
-
-    answers: str = Field(description=".jsonl of `ppd data`")
-    out: str = Field(description=".jsonl.xz to write")
-
-
 class UnpackOptions(BaseModel):
     """Options for joining packed answers with their prompts."""
 
-    answers: str = Field(description=".jsonl.xz of `pack`")
+    answers: str = Field(description=".jsonl.xz of answers")
     prompts: str = Field(description=".jsonl of prompts, in any order; answers to others are left out")
     model: str = Field(description="the target that answered, whose chat template renders the prompts")
     out: str = Field(description=".jsonl to write, for `ppd train --data`")
@@ -42,23 +34,6 @@ class UnpackOptions(BaseModel):
 def digest(prompt: list[int]) -> str:
     """The digest of a prompt's tokens."""
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:DIGITS]
-
-
-def pack(options: PackOptions) -> int:
-    """Write the answers, each with the digest of its prompt."""
-    with (
-        Path(options.answers).open(encoding="utf-8") as chats,
-        replaced(Path(options.out)) as new,
-        lzma.open(new, "wt", preset=9) as packed,
-    ):
-        for line in chats:
-            chat = json.loads(line)
-            record = {
-                "prompt": digest(chat["prompt_token_ids"]), "token_ids": chat["token_ids"],
-                "end": chat["finish_reason"],
-            }  # fmt: skip
-            packed.write(json.dumps(record, separators=(",", ":")) + "\n")
-    return 0
 
 
 def unpack(options: UnpackOptions) -> int:

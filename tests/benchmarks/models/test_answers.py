@@ -1,47 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers are packed without their prompts, and come back with those that are there."""
+"""Answers that are kept without their prompts come back with those that are there."""
 
 import json
+import lzma
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.models.answers import PackOptions, UnpackOptions, pack, unpack
+from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest, unpack
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
 
 
 @pytest.fixture
-def tokenizer(monkeypatch):
-    """Of a model with a template that is the last message alone, a token a character."""
+def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """unpacked(answers, prompts): the chats; the model's template is the last message alone, a token a character."""
 
     class Tokenizer:
-        def apply_chat_template(self, messages, **_):
-            return {"input_ids": [ord(letter) for letter in messages[-1]["content"]]}
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": ids(messages[-1]["content"])}
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: Tokenizer())
 
+    def run(answers: list[tuple[str, list[int]]], prompts: list[str]) -> list[dict[str, Any]]:
+        packed, asked, out = tmp_path / "answers.jsonl.xz", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+        with lzma.open(packed, "wt") as lines:
+            for prompt, answer in answers:
+                lines.write(json.dumps({"prompt": digest(ids(prompt)), "token_ids": answer, "end": "stop"}) + "\n")
+        chats = [{"messages": [{"role": "user", "content": text}]} for text in prompts]
+        asked.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+        unpack(UnpackOptions(answers=str(packed), prompts=str(asked), model="M", out=str(out)))
+        return [json.loads(line) for line in out.read_text().splitlines()]
 
-def test_answers_come_back_with_the_prompts_that_are_there(tmp_path, tokenizer):
-    prompts, packed, back = (str(tmp_path / name) for name in ("prompts.jsonl", "answers.jsonl.xz", "back.jsonl"))
-    asked = [{"messages": [{"role": "user", "content": text}]} for text in ("one", "two", "three")]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in asked[1:]))
-    chats = [
-        {"prompt_token_ids": [ord(c) for c in text], "token_ids": ids, "finish_reason": "stop", "index": index}
-        for index, text, ids in [(2, "three", [7, 8]), (0, "one", [9]), (1, "two", [])]
+    return run
+
+
+def test_answers_come_back_with_the_prompts_that_are_there(unpacked: Any) -> None:
+    assert unpacked([("three", [7, 8]), ("one", [9]), ("two", [])], ["two", "three"]) == [
+        {"prompt_token_ids": ids("three"), "token_ids": [7, 8], "finish_reason": "stop", "index": 0},
+        {"prompt_token_ids": ids("two"), "token_ids": [], "finish_reason": "stop", "index": 2},
     ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    pack(PackOptions(answers=str(tmp_path / "chats.jsonl"), out=packed))
-    unpack(UnpackOptions(answers=packed, prompts=prompts, model="M", out=back))
-    expected = [{**chat, "index": index} for index, chat in enumerate(chats) if index != 1]
-    assert [json.loads(line) for line in (tmp_path / "back.jsonl").read_text().splitlines()] == expected
 
 
-def test_answers_to_none_of_the_prompts_are_refused(tmp_path, tokenizer):
-    chat = {"prompt_token_ids": [1], "token_ids": [1], "finish_reason": "stop", "index": 0}
-    (tmp_path / "a.jsonl").write_text(json.dumps(chat) + "\n")
-    (tmp_path / "q.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "b"}]}) + "\n")
-    packed = str(tmp_path / "a.xz")
-    pack(PackOptions(answers=str(tmp_path / "a.jsonl"), out=packed))
-    options = UnpackOptions(answers=packed, prompts=str(tmp_path / "q.jsonl"), model="M", out=str(tmp_path / "b.jsonl"))
+def test_answers_to_none_of_the_prompts_are_refused(unpacked: Any, tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="none of the prompts"):
-        unpack(options)
-    assert not (tmp_path / "b.jsonl").exists()
+        unpacked([("a", [1])], ["b"])
+    assert not (tmp_path / "out.jsonl").exists()

@@ -20,9 +20,6 @@ MEASURED = re.compile(rf"(?<![\w.`])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w-])|(?
 # Settings that look measured, and the file that says so; EXAMPLE is a line of a log.
 EXAMPLE = "docs/getting-started.md"
 SOURCES: dict[str, dict[str, str]] = {
-    "docs/benchmarking.md": {
-        "15 % are hung up on, 5 % have structured output": "benchmarks/soak/workload.py",
-    },
     "docs/getting-started.md": {
         "50% [####": EXAMPLE,
         "50 % of 60 minutes": EXAMPLE,
