@@ -11,9 +11,8 @@ SMOLLM := build/smollm
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
-# Tests that keep to a core each, JOBS at a time, and those of runner V2 apart, since engines of both runners together take
-# much memory. Then tests that take every core, then those whose Triton kernels run in the interpreter, for which vLLM must
-# find Triton when it is imported. Any of them may have none of $(ARGS).
+# Tests that keep to a core each, JOBS at a time, then those that take every core or run Triton's interpreter, for which
+# vLLM must find Triton when it is imported. Any of them may have none of $(ARGS).
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
@@ -49,10 +48,8 @@ serve: setup $(filter smollm,$(MODEL))
 test: KIND = not full and
 test test-full: setup
 	@failed=0; \
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks and not v2" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) v2" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
-	PPD_TEST_V2=1 $(PYTEST) -m "$(KIND) interpreted" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed
 
 # The patches, an engine a method and runner V2 with the next vLLM, laid over the CPU build's binaries.
