@@ -21,9 +21,6 @@ os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU vLLM's attention would round float32 to TF32
-if os.environ.get("PPD_TEST_V2") == "1" and not os.path.exists("/dev/nvidiactl"):
-    # Read where Triton itself is imported; see interpreted/interpreter.py.
-    os.environ["TRITON_INTERPRET"] = "1"
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over an engine's own kv_cache_memory_bytes
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one of several that run at once: a core each
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -24,6 +24,17 @@ def test_parts_draft_the_same() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="run tests/interpreted there")
+def test_engines_run_the_kernels() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    command = [sys.executable, "-m", "pytest", "-q", str(ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py")]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+@pytest.mark.engine
 def test_the_lm_head_is_read_as_a_matrix_where_vllm_multiplies_by_it(
     engine: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

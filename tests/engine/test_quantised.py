@@ -107,15 +107,6 @@ def test_another_token_is_not_near_the_best(started: Factory) -> None:
     assert worst_token(alone, prompts(16), outputs) > NEAR
 
 
-def test_vllms_kernel_for_amx_takes_16_bits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `quantised.dtype` goes by, on any processor that can run the kernel."""
-    as_if_amx(monkeypatch)
-    assert quantised.dtype("w8a8") == "bfloat16"
-    weight = torch.ops._C.convert_weight_packed(torch.ones(64, 64, dtype=torch.int8))
-    with pytest.raises(RuntimeError, match="expect A to be bfloat16 or half"):
-        torch.ops._C.int8_scaled_mm_with_quant(torch.ones(2, 64), weight, torch.ones(64, 1), None, torch.float32, True)
-
-
 @pytest.mark.full
 def test_quantised_lm_head_is_read_as_vllm_computes_it(started: Factory, tiny_model: Factory) -> None:
     """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
