@@ -2,19 +2,15 @@
 """The page of results is what its command makes of the committed files, and shows each file by its schema."""
 
 import json
-import re
 import shlex
 from pathlib import Path
 
-import pytest
-from conftest import cells_of
-
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.decode.table import body
-from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, contenders
-from vllm_ppd.benchmarks.harness.results import Results, stored
+from vllm_ppd.benchmarks.harness.contenders import BASE, contenders
+from vllm_ppd.benchmarks.harness.results import Results
 from vllm_ppd.benchmarks.results import outdated, page
-from vllm_ppd.benchmarks.results.headlines import plots, speeds
+from vllm_ppd.benchmarks.results.headlines import plots
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
@@ -33,27 +29,6 @@ def test_results_that_are_older_than_the_code_are_listed() -> None:
     now, listed = (outdated.names(of(page.RESULTS)) for of in (outdated.outdated, outdated.known))
     hint = "measure again (make evidence), or run python -m vllm_ppd.benchmarks.results.page --outdated"
     assert now == listed, f"{sorted(now ^ listed)}: {hint}"
-
-
-def test_results_say_where_they_are_from() -> None:
-    for path in outdated.results_in(page.RESULTS):
-        data = json.loads(path.read_text())
-        for run in data.get("runs", [data]):
-            assert all(run[fact] for fact in ("command", "time", "git", "machine", "versions")), path
-
-
-DECODED = [path for path in outdated.results_in(page.RESULTS) if '"benchmark": "decode"' in path.read_text()]
-
-
-@pytest.mark.parametrize("path", DECODED, ids=lambda path: path.stem)
-def test_a_shared_engine_is_no_second_engine(path: Path) -> None:
-    """Turns of vLLM's own engine are not called a second engine, nor shown as noise in the documents' tables."""
-    for measured in stored(path):
-        shares = measured.contenders[CONTROL].get("shares") is not None
-        text = body(measured)
-        assert ("is a second engine" in text) == (not shares)
-        assert ("does not show the noise between engines" in text) == shares
-        assert (CONTROL in speeds(stored(path))) == ("second engine" in speeds(stored(path))) == (not shares)
 
 
 def test_a_note_about_turns_of_the_same_work(tmp_path: Path) -> None:
@@ -85,13 +60,6 @@ def test_commands_can_be_pasted() -> None:
     assert page.quoted("ppd --also 'a b={}' --x") == "ppd --also 'a b={}' --x"
 
 
-def test_every_command_of_a_section_is_shown() -> None:
-    path = page.RESULTS / "acceptance.json"
-    section = page.acceptances(path, {})
-    commands = {page.quoted(run["command"]) for run in json.loads(path.read_text())["runs"]}
-    assert len(commands) == 3 and all(f"`{command}`" in section for command in commands)
-
-
 def test_results_of_older_code_say_so(tmp_path: Path) -> None:
     options = DecodeOptions(model="model", data=("d",), plain="none", out=str(tmp_path / "speeds.json"))
     results = Results(options, contenders(options))
@@ -102,39 +70,3 @@ def test_results_of_older_code_say_so(tmp_path: Path) -> None:
     ((commit, of_commit),) = outdated.outdated(tmp_path)["speeds"].items()
     assert of_commit["contenders"] == [BASE] and commit == results.run["git"][:7]
     assert f"measured at commit {commit};" in outdated.note(Path(options.out), {commit: of_commit})
-
-
-def test_turns_become_a_section(tmp_path: Path) -> None:
-    options = DecodeOptions(
-        model="model", data=("d",), plain="none", out=str(tmp_path / "speeds.json"), also=('ours={"method": "ppd"}',)
-    )  # fmt: skip
-    results = Results(options, contenders(options))
-    zero = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams")
-    for name, seconds in ((BASE, 1.0), ("ours", 0.5)):
-        results.add({
-            "contender": name, "batch": 16, "group": 0, "round": 0, "window_tokens": 20, "steps": 10, "peak_bytes": 5,
-            "window_seconds": seconds, "step_seconds": 0.1, "worker_seconds": None, "draft_seconds": None,
-            "all_4_grams": 9, **dict.fromkeys(zero, 0),
-        })  # fmt: skip
-    (tmp_path / "speeds.md").write_text("# Speeds\n\nWhat a reader should know.\n")
-    (tmp_path / "other_rows.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
-    text = page.page(tmp_path, "# Results\n")
-    speeds, others = text.split("## other rows")
-    assert re.search(r"## Speeds\n\nWhat a reader should know.\n\n`", speeds)
-    assert "The newest run was stopped before its end." in speeds and re.search(r"\| +a \| +b \|", others)
-    assert [row[:2] for row in cells_of(speeds)[1:]] == [["16", "vLLM"], ["16", "ours"]]
-
-
-def test_pictures_of_documents_are_drawn() -> None:
-    for document in (page.ROOT / "README.md", page.RESULTS / "README.md"):
-        pictures = re.findall(r'(?:src="|\]\()([^")]+\.svg)', document.read_text())
-        assert pictures and all((document.parent / picture).is_file() for picture in pictures)
-
-
-def test_documents_are_filled_with_tables(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results: speeds -->\nold\n<!-- end -->\nafter\n")
-    filled = page.with_tables(readme, {"speeds": "| new |"})
-    assert filled == "before\n<!-- results: speeds -->\n| new |\n<!-- end -->\nafter\n"
-    with pytest.raises(SystemExit, match="asks for results 'speeds'; there are others"):
-        page.with_tables(readme, {"others": ""})

@@ -90,14 +90,6 @@ def test_requests_are_the_datas_prompts_in_a_drawn_order(
     assert np.std(np.log(inside)) == pytest.approx(0.8, rel=0.1)
 
 
-def test_vllm_reads_its_data_sets_itself(tmp_path: Path) -> None:
-    words = Workload(options(data=("question.jsonl",), dataset="spec_bench")).write(tmp_path, 1)
-    assert words == ["--dataset-name", "spec_bench", "--dataset-path", "question.jsonl", "--output-len", "128"]
-    assert options(dataset="spec_bench").files == ()
-    with pytest.raises(ValueError, match="vLLM reads a single file or folder"):
-        options(data=("a", "b"), dataset="spec_bench")
-
-
 def test_table_and_what_is_stored(tmp_path: Path) -> None:
     """The machine is twice as slow in round 1; the ratios do not care. A server without speculation has no counters."""
     out = tmp_path / "serve.json"

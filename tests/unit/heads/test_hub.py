@@ -3,11 +3,8 @@
 
 import json
 import logging
-import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,15 +226,3 @@ def test_train_and_calibrate(hub: Hub, tiny_model: Factory, tmp_path: Path) -> N
         command("calibrate", "acme/heads", "--data", data, "--prompts", "4")
     card = (heads / "README.md").read_text()
     assert "license: mit" in card and "base_model: acme/target" in card and "Not calibrated" in card
-
-
-def test_by_the_environment(hub: Hub, tmp_path: Path) -> None:
-    """As a user sets it: HF_ENDPOINT and HF_HOME, in a process of its own."""
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", "inspect", NAME],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert "will load: " in run.stdout
-    assert (tmp_path / "home" / "hub").is_dir()

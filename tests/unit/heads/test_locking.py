@@ -110,12 +110,6 @@ def test_a_file_is_one_by_whatever_path_it_is_named(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"link"}
 
 
-def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bad input"), writing_folder(tmp_path / "out"):
-        raise ValueError("bad input")
-    assert not (tmp_path / "out").exists()
-
-
 def test_commands_that_continue_say_who_writes(tiny_model: Factory, data: Path, tmp_path: Path, capsys: Any) -> None:
     """Before a model is loaded."""
     heads, results = tmp_path / "heads", tmp_path / "results.json"

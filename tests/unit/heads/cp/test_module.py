@@ -175,26 +175,6 @@ def test_sampled_drafts_follow_what_they_claim(form: str, temperature: float, li
         torch.testing.assert_close(probs[row, 1], cut((first, int(tokens[row, 0]))))
 
 
-def test_rows_have_a_temperature_each_and_a_generator_says_what_is_drawn() -> None:
-    made = Made("none", 3)
-    hidden, first = seeded(1, SIZE, seed=5).expand(400, -1), torch.zeros(400, dtype=torch.int64)
-    temperature = torch.where(torch.arange(400) % 2 == 0, 0.0, 2.0)
-    greedy, mixtures = made.draft(hidden[:1], first[:1])
-    tokens, probs = made.draft(hidden, first, Sampling(temperature))
-    assert (tokens[::2] == greedy).all()
-    torch.testing.assert_close(probs[::2], mixtures.expand(200, -1, -1))
-    assert len(tokens[1::2].unique(dim=0)) > 5
-    torch.testing.assert_close(probs[1::2, 0], (mixtures[0, 0].log() / 2).softmax(-1).expand(200, -1))
-    assert torch.equal(made.draft(hidden, first, Sampling(temperature))[0], tokens)
-    assert not torch.equal(made.draft(hidden, first, Sampling(temperature), seed=1)[0], tokens)
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    made, tokens = Made("none", 3), torch.tensor([[1, 4, 0], [2, 2, 3]])
-    hidden = seeded(2, SIZE, seed=5).requires_grad_()
-    assert torch.autograd.gradcheck(lambda states: made.likelihood(states, tokens, chunk=1), (hidden,))
-
-
 def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Made("full", 3)
     rows: list[int] = []
@@ -216,14 +196,6 @@ def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) ->
     assert (rows, max(saved)) == ([3, 3, 1], 0)
     joint.sum().backward()
     assert sorted(rows) == [1, 1, 3, 3, 3, 3]
-
-
-def test_no_rows() -> None:
-    made = Made("none", 3)
-    hidden, none = torch.zeros(0, SIZE, dtype=F64), torch.zeros(0, 3, dtype=torch.int64)
-    joint, chain = made.likelihood(hidden, none)
-    tokens, probs = made.draft(hidden, none[:, 0], Sampling(torch.zeros(0)))
-    assert [[*tensor.shape] for tensor in (joint, chain, tokens, probs)] == [[0], [0, 3], [0, 2], [0, 2, VOCAB]]
 
 
 def test_fresh_experts_stand_near_the_targets_head_but_apart() -> None:
@@ -285,11 +257,3 @@ def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     del old["condition"]
     if head.condition == "none":
         assert CPConfig.model_validate(old) == config, "heads from before there were conditions"
-
-
-def test_a_condition_needs_what_it_reads() -> None:
-    made, hidden = Made("chain"), seeded(1, SIZE)
-    with pytest.raises(ValueError, match="condition='chain' reads 1 tokens; give their embeddings"):
-        made.head.log_weights(hidden)
-    with pytest.raises(ValueError, match="condition='chain' reads 3 tokens; give their embeddings"):
-        made.head.logits(hidden, made.unembedding, None, made.embeddings[None, :2])

@@ -15,7 +15,7 @@ from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.kernels import joint_draw as kernels
-from vllm_ppd.kernels.joint import Ngrams, Top, find_peaks, mask
+from vllm_ppd.kernels.joint import mask
 from vllm_ppd.kernels.sampling import Sampling
 
 VOCAB = 7
@@ -132,22 +132,6 @@ def test_even_blur_is_refused() -> None:
         JointSettings(blur=4)
 
 
-def test_constant_joint_keeps_every_entry() -> None:
-    joint = torch.full((2, 3, 3), 1 / 9)
-    assert torch.equal(kernels.adaptive_threshold(joint, torch.zeros(2)), joint)
-
-
-def test_threshold_keeps_the_peak_and_raw_values() -> None:
-    torch.manual_seed(0)
-    _, (_, joint) = find_peaks(Top(4 * torch.rand(2, 4, 6).log(), torch.zeros(2, 4, 6)), None, 0)
-    result = kernels.adaptive_threshold(joint, torch.tensor([0.0, 0.01, 0.05, 2.0]))
-    assert not result[3].any()
-    for row in range(3):
-        kept = result[row] > 0
-        assert torch.equal(result[row][kept], joint[row][kept])
-        assert result[row].max() == joint[row].max()
-
-
 def test_tokens_of_the_context_count_as_repeated() -> None:
     ids = [torch.tensor([[0, 1]]), torch.tensor([[1, 2]]), torch.tensor([[2, 0]])]
     seen = [torch.tensor([[False, i == 1]]) for i in range(3)]
@@ -156,30 +140,11 @@ def test_tokens_of_the_context_count_as_repeated() -> None:
     assert kernels.penalise_repetition(joint, ids, 1.0) is joint
 
 
-def test_mask_of_ones_and_alpha_zero_equal_no_mask() -> None:
-    heads = log_probs(8, 2)
-    plain = select(heads, JointSettings(k=5, eps_b=0.2))
-    counts = CoOccurrence.from_tokens(corpus(), VOCAB, 2)
-    transparent = select(heads, JointSettings(k=5, eps_b=0.2, alpha_c=0.0), counts)
-    assert torch.equal(plain.joints[1], transparent.joints[1])
-    every = torch.arange(VOCAB**2 + 1)
-    counts.ngrams = Ngrams(every, torch.ones(len(every)), torch.tensor([0, len(every)]), (0, len(every)), VOCAB, VOCAB)
-    ones = select(heads, JointSettings(k=5, eps_b=0.2), counts)
-    torch.testing.assert_close(ones.joints[1], plain.joints[1])
-    assert torch.equal(ones.order, plain.order)
-
-
 def test_everything_masked_backs_off() -> None:
     counts = CoOccurrence.from_tokens([np.array([6, 6, 6])], VOCAB, 2)
     heads = log_probs(6, 2)
     heads[0][:, 6] = -1e4
     assert (select(heads, JointSettings(k=3, eps_b=0.0), counts).order == 1).all()
-
-
-def test_one_candidate_a_head() -> None:
-    choice = select(log_probs(5, 3), JointSettings(k=1, eps_b=0.5))
-    assert (choice.order == 3).all()
-    assert torch.equal(choice.likeliest.tokens, torch.cat(choice.top.token_ids, dim=1))
 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.5, 0.6])

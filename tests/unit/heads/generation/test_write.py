@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd data` without vLLM: prompts, user turns, order, what is left out, and runs that continue."""
 
-import itertools
 import json
 import os
 import random
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,72 +106,6 @@ def test_a_stopped_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> N
     run(path, FakeEngine(order=5), 10)
     assert run(path, FakeEngine(order=3), 12) == whole
     assert (tmp_path / "whole.jsonl").read_bytes() == path.read_bytes()
-
-
-@pytest.mark.parametrize("run", [write_prompts, write_chats])
-def test_what_has_ended_is_in_the_file_and_is_not_asked_for_again(tmp_path: Path, run: Run) -> None:
-    """Whatever began before it and has not ended yet."""
-    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 15)
-    path, asked, ended = tmp_path / "stopped.jsonl", [], []
-
-    class Counted(FakeEngine):
-        def submit(self, request: Request) -> None:
-            asked.append(request.key)
-            super().submit(request)
-
-        def step(self) -> list[Continuation]:
-            continuations = super().step()
-            ended.extend(continuation.key for continuation in continuations)
-            return continuations
-
-    with pytest.raises(KeyboardInterrupt):
-        run(path, Counted(6, 5 if run is write_prompts else 12), 15)
-    answered = {int(key.split()[1]) for key in ended if key.startswith(write.ASSISTANT)}
-    chats = [json.loads(line) for line in path.read_text().splitlines()]
-    assert {chat["index"] for chat in chats} == answered
-    assert 0 < len(answered) <= max(answered), "a chat was held back by one before it"
-    asked.clear()
-    assert run(path, Counted(order=4), 15) == whole
-    assert not answered & {int(key.split()[1]) for key in asked}
-
-
-@pytest.mark.parametrize("run", [write_prompts, write_chats])
-def test_a_killed_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> None:
-    """SIGKILL after some steps of the engine, again and again: processes that end without a word."""
-    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 12)
-    path, kills = tmp_path / "killed.jsonl", 0
-
-    class Killed(FakeEngine):
-        def step(self) -> list[Continuation]:
-            if self.steps == 3 * (kills + 1):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().step()
-
-    def is_killed() -> bool:
-        if not (child := os.fork()):
-            try:
-                run(path, Killed(kills), 12)
-            finally:
-                os._exit(0)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-    while is_killed():
-        kills += 1
-    assert kills
-    assert [json.loads(line) for line in path.read_text().splitlines()] == whole
-
-
-def test_tokens_are_counted_before_the_first_chat_has_ended(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    with ChatFile(tmp_path / "a.jsonl", options().essence()) as file:
-        list(file.read())
-        writer = Writer(
-            options(), FakeEngine(3), file, lambda writer: seen.append((writer.engine.generated, writer.file.count))
-        )
-        writer.answer(iter([[i + 1, 5] for i in range(40)]), 40)
-    assert seen[0][0] == 7, "the first step of seven requests"
-    assert any(tokens and not count for tokens, count in seen)
-    assert all(after[0] > before[0] for before, after in itertools.pairwise(seen))
 
 
 def test_the_bar_shows_tokens_from_the_first_step_on(tmp_path: Path, capsys: Any) -> None:

@@ -409,33 +409,3 @@ def test_early_steps_are_of_a_single_exit(early: str, tmp_path: Path) -> None:
         plan(early, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[2, 6], **exit_at))
     with pytest.raises(HeadsError, match="a server's steps have one stage"):
         plan(early, stages="2", timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[6], **exit_at))
-
-
-@pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100"]])
-def test_heads_that_were_asked_about_are_in_the_table(
-    folder: Factory, load: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = [folder(early_config(), early_parts(rate)) for rate in (0.9, 0.02)]
-    names.append(folder(cp_config(), cp_parts(0.11)))
-    assert main(["plan", *names, "--top", "1", *load]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert all(any(name in row for row in rows) for name in names)
-
-
-def test_heads_without_a_setting_that_keeps_up_say_so(
-    folder: Factory, early: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Rows are dear for the second ones: their largest batch is slower than the requests come."""
-    slow = early_parts(0.8)
-    slow["timing"]["seconds"] = {name: {"1": 100 * t, "8": 800 * t} for name, t in (("layer", 1e-3), ("lm_head", 2e-3))}
-    heads = folder(early_config(), slow)
-    assert main(["plan", early, heads, "--rate", "2", "--new-tokens", "100"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {heads}")]
-    assert "no batch of up to 512 keeps up with --rate" in row
-    parts = early_parts(0.8)
-    del parts["matches"]["match"]["3"]
-    few = folder(early_config(), parts)
-    capsys.readouterr()
-    assert main(["plan", early, few, "--stages", "2", "--candidates", "3"]) == 0
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {few}")]
-    assert "no setting for these --stages and --candidates" in row

@@ -94,13 +94,6 @@ def test_progress_counts_evaluations_since_the_loss_fell() -> None:
     assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
 
 
-def test_an_evaluation_of_nothing_is_neither_better_nor_worse() -> None:
-    progress = Progress()
-    nothing = Evaluation(step=0, loss=None, figures={})
-    assert not progress.take(nothing) and not progress.take(nothing) and progress.stale == 0
-    assert progress.take(Evaluation(step=1, loss=9.0, figures={}))
-
-
 def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
     """Whatever the loss does, as long as it is a number."""
     progress, accepted = Progress(), [0.3, 0.4, 0.4003, 0.39, 0.5, 0.45]
@@ -112,66 +105,41 @@ def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
     assert better == [True, True, False, False, False, True] and progress.stale == 0
 
 
-def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Path, monkeypatch: Any) -> None:
-    """Accepted drafts that fall from step 4 on: the run ends two evaluations later with the heads of step 4."""
-    real, weights = loop.evaluate, {}
+@pytest.fixture
+def weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[int, dict[str, torch.Tensor]]]:
+    """weights(best): those of each evaluation, of which that at step `best` accepts the most drafts."""
 
-    def falling(recipe: Any, *args: Any) -> Evaluation:
-        evaluation, step = real(recipe, *args), args[3]
-        weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
-        return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - 4))})
+    def noted(best: int) -> dict[int, dict[str, torch.Tensor]]:
+        real, seen = loop.evaluate, dict[int, dict[str, torch.Tensor]]()
 
-    monkeypatch.setattr(loop, "evaluate", falling)
-    folder = train(steps=40, evaluate_every=2, patience=2)
-    assert sorted(weights) == [0, 2, 4, 6, 8]
-    facts = facts_of(folder)
-    assert facts["steps"] == 8 and facts["stopped_flat"] and facts["held_out_after_step"] == 4
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, weights[4][name])
-        assert not torch.equal(tensor, weights[8][name])
+        def falling(recipe: Any, *args: Any) -> Evaluation:
+            evaluation, step = real(recipe, *args), args[3]
+            seen[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
+            return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - best))})
+
+        monkeypatch.setattr(loop, "evaluate", falling)
+        return seen
+
+    return noted
 
 
-@pytest.mark.parametrize(("settings", "best"), [({"evaluate_every": 2}, 4), ({}, 0)])
+@pytest.mark.parametrize(
+    ("settings", "best", "steps", "flat"),
+    [
+        ({"steps": 40, "evaluate_every": 2, "patience": 2}, 4, 8, True),  # ends two evaluations later
+        ({"steps": 8, "evaluate_every": 2}, 4, 8, False),
+        ({"steps": 8}, 0, 8, False),  # a run that makes its first weights worse
+    ],
+)
 def test_the_best_weights_are_written(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, settings: dict[str, Any], best: int
+    train: Train, weights: Factory, settings: dict[str, Any], best: int, steps: int, flat: bool
 ) -> None:
-    """Without --patience, too: in a run that evaluates in between, and in one that makes its first weights worse."""
-    real, weights = loop.evaluate, {}
-
-    def falling(recipe: Any, *args: Any) -> Evaluation:
-        evaluation, step = real(recipe, *args), args[3]
-        weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
-        return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - best))})
-
-    monkeypatch.setattr(loop, "evaluate", falling)
-    folder = train(steps=8, **settings)
+    seen = weights(best)
+    folder = train(**settings)
     facts = facts_of(folder)
-    assert facts["steps"] == 8 and not facts["stopped_flat"] and facts["held_out_after_step"] == best
-    assert all(torch.equal(x, weights[best][name]) for name, x in load_file(folder / "model.safetensors").items())
-
-
-def test_a_run_that_improves_is_not_stopped(train: Train, monkeypatch: Any) -> None:
-    real = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda *args: real(*args).model_copy(update={"accepted": 1.0 + args[4]}))
-    facts = facts_of(train(evaluate_every=3, patience=1))
-    assert facts["steps"] == 12 and not facts["stopped_flat"] and facts["held_out_after_step"] == 12
-
-
-def test_patience_survives_a_stop(train: Train, stop_at: Factory, monkeypatch: Any) -> None:
-    real, steps = loop.evaluate, []
-
-    def falling(*args: Any) -> Evaluation:
-        steps.append(args[4])
-        return real(*args).model_copy(update={"accepted": 1 / (1 + args[4])})
-
-    monkeypatch.setattr(loop, "evaluate", falling)
-    train = partial(train, steps=40, evaluate_every=2, patience=2)
-    stop_at(4)
-    with pytest.raises(loop.Stopped):
-        train()
-    folder = train()
-    assert steps == [0, 2, 4]
-    assert facts_of(folder)["held_out_after_step"] == 0
+    assert (facts["steps"], facts["stopped_flat"], facts["held_out_after_step"]) == (steps, flat, best)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, seen[best][name]) and not torch.equal(tensor, seen[steps][name])
 
 
 @pytest.mark.parametrize("patience", [None, 2])
@@ -241,14 +209,6 @@ def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
     phases = ["loading ", "tokenising", "evaluating (before)", "training early heads", "evaluating (step 6)"]
     places = [shown.find(phase) for phase in phases]
     assert -1 not in places and places == sorted(places)
-
-
-def test_betas_reach_the_optimiser(train: Train, monkeypatch: Any) -> None:
-    made: list[Any] = []
-    real = torch.optim.AdamW
-    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **kw: made.append(kw) or real(*args, **kw))
-    train(betas="0.8,0.9", steps=1)
-    assert made[0]["betas"] == (0.8, 0.9)
 
 
 def test_bad_options(train: Train) -> None:

@@ -161,12 +161,6 @@ def test_a_response_that_was_cut_off_gets_no_end(tmp_path: Path) -> None:
         assert made.tokens["train"]["counted"][: len(ids)].tolist() == [False, False, *[True] * (len(ids) - 2)]
 
 
-def test_a_chat_ends_once(tmp_path: Path) -> None:
-    made = store(tmp_path, {"messages": [USER, ANSWER]})
-    text = templated(TEMPLATE).apply_chat_template([USER, ANSWER], tokenize=False)
-    assert next(made.documents()).tolist() == templated(TEMPLATE)(text)["input_ids"]
-
-
 def test_windows_have_the_mask_and_may_train_on_prompts(tmp_path: Path) -> None:
     record = {"prompt_token_ids": [40, 41, 42], "token_ids": [66, 67, 68, 0], "finish_reason": "stop"}
     made = store(tmp_path, record)
@@ -218,16 +212,6 @@ def test_answers_to_the_same_prompt_are_on_the_same_side(tmp_path: Path) -> None
 def made_of(ids: list[int], name: str) -> Any:
     """The first prompt of a document."""
     return ids[0] if name == "ids" else templated(TEMPLATE).decode(ids).partition("<assistant>")[0]
-
-
-def test_texts_that_one_token_begins_are_split(tmp_path: Path) -> None:
-    """As a base model writes them; of records that all have one prompt, the last are held out."""
-    records = [{"prompt_token_ids": [5], "token_ids": [40 + i, 0]} for i in range(200)]
-    made = TokenStore(tmp_path / "a", [write(tmp_path / "a.jsonl", *records)], templated(None), tiny.VOCAB, 0.3, 16)
-    assert 90 < len(made.tokens["held_out"]) < 270
-    records = [{"prompt_token_ids": [5, 6], "token_ids": [40 + i, 0]} for i in range(200)]
-    made = TokenStore(tmp_path / "b", [write(tmp_path / "b.jsonl", *records)], templated(None), tiny.VOCAB, 0.3, 16)
-    assert len(made.tokens["train"]) == 800 - 20 and len(made.tokens["held_out"]) == 20
 
 
 def test_counts_are_of_the_tokens_that_are_learnt(tmp_path: Path) -> None:

@@ -80,21 +80,15 @@ def refused(message: str | None) -> Iterator[None]:
         ("--speculative-model ./no-such-folder", "'./no-such-folder' does not exist"),
         (asked('{"method": "ppd", "model": "paradecode"}'), "model='paradecode' is a method name"),
         (asked('{"method": "cp"}'), "method 'cp' needs heads; give model=DIR, .*ppd train cp"),
-        ("--speculative-model dynamo", "method 'dynamo' needs heads"),
-        (asked('{"method": "ppd", "model": "/no/heads"}'), "heads folder '/no/heads' does not exist"),
         (asked('{"method": ["ppd"]}'), r"method=\['ppd'\] is not a name; give a string, such as 'ppd'"),
         (asked('{"model": ["ppd"]}'), r"model=\['ppd'\] is not a name"),
         (asked('{"method": "PPD"}'), "unknown method 'PPD'; did you mean 'ppd'"),
-        (asked('{"method": "paradecod"}'), "unknown method 'paradecod'; did you mean 'paradecode'"),
         # Options that contradict each other
         (asked('{"method": "ppd", "exit_layer": 99}'), r"exit_layer=99 is outside 1\.\.5; this model has 6 layers"),
-        (asked('{"method": "ppd", "exit_layr": null}'), "unknown option 'exit_layr'; did you mean 'exit_layer'"),
         (f"{PPD} --ppd-exit-layer 4,2", "exit_layer=2,4 names several layers, of which a step can use one"),
         (f"{PPD} --ppd-schedule parallel", "^--ppd-schedule was removed: leave it out; only the deferred"),
         ("--ppd-gamma 0.5", "--ppd-gamma is an option of vllm-ppd; add --speculative-model"),
         (asked("[1]"), r"speculative_config=\[1\] is not a JSON object; give one, such as"),
-        (asked('"ppd"'), "speculative_config='ppd' is not a JSON object"),
-        (asked("[1]") + " --ppd-gamma 0.5", r"speculative_config=\[1\] is not a JSON object"),
         # Given twice
         (asked('{"method": "ppd", "gamma": 0.1}') + " --ppd-gamma 0.5", "mutually exclusive"),
         (asked('{"method": "ppd", "exit-layer": 2, "exit_layer": 3}'),
@@ -106,9 +100,7 @@ def refused(message: str | None) -> Iterator[None]:
         (asked('{"method": "ppd"}') + " --spec-method ngram",
          r"speculative_config\['method'\]='ppd' and --spec-method='ngram' differ; give only one"),
         # Values of flags
-        (f"{PPD} --ppd-gamma much", "--ppd-gamma='much': Input should be a valid number"),
         (f"{PPD} --ppd-adaptive 2", "--ppd-adaptive='2': Input should be a valid boolean"),
-        (f"{PPD} --ppd-exit-layer 3.5", "--ppd-exit-layer='3.5': must be a layer number"),
     ],
 )  # fmt: skip
 def test_refused_before_the_model_loads(tiny_model: Factory, flags: str, message: str) -> None:
@@ -189,7 +181,6 @@ def test_targets_that_cannot_give_the_states_of_layers(
     ("kind", "given", "made", "message"),
     [
         ("cp", {"num_speculative_tokens": 3}, {}, "num_speculative_tokens=3 is more than the 2 drafts that the heads"),
-        ("dynamo", {"num_speculative_tokens": 3}, {}, "num_speculative_tokens=3 is more than the 2 drafts"),
         ("cp", {"draft_vocab_size": 400}, {}, "draft_vocab_size=400 is more than the model's vocabulary of 320"),
         ("dynamo", {"draft_vocab_size": 99, "verify": False}, {}, "as drafts are not verified; leave it out"),
         ("dynamo", {"verify": False, "adaptive": True}, {}, "adaptive has no effect with verify: false"),
@@ -197,9 +188,7 @@ def test_targets_that_cannot_give_the_states_of_layers(
          "draft_sample_method has no effect with verify: false"),
         ("dynamo", {"verify": False, "prompt_lookup_min": 2}, {}, "prompt_lookup_min=2 is not supported with verify"),
         ("cp", {"method": "dynamo"}, {}, "holds heads of kind 'cp'; expected kind 'dynamo'"),
-        ("dynamo", {"method": "ppd"}, {}, "holds heads of kind 'dynamo'; expected kind 'early'"),
         ("cp", {}, {"num_hidden_layers": 7}, "num_hidden_layers is 7 there, but 6 in this model"),
-        ("dynamo", {}, {"vocab_size": 300}, "vocab_size is 300 there, but 320 in this model"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit(
