@@ -6,7 +6,7 @@ acceptance/  equal output, and accepted drafts, on all prompts of a file
 decode/   batches of fixed size; worker groups beside Theorem 4.1
 serve/    requests that arrive at real servers
 soak/     thousands of requests to real servers: equal answers, counters, memory, leftovers
-models/   the demo corpus and model, the inflated models and the peers
+models/   the demo corpus and model, the inflated models and an EAGLE head
 gpu/      times of kernels, and the launches of a step
 results/  results, and the page made of them
 """
