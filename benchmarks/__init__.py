@@ -5,7 +5,7 @@ harness/  contenders, engines, turns, files of results, statistics, for all benc
 acceptance/  equal output, and accepted drafts, on all prompts of a file
 decode/   batches of fixed size; worker groups beside Theorem 4.1
 serve/    requests that arrive at real servers
-models/   the demo corpus and model, the inflated models and the peers
+models/   the demo corpus and model, the inflated models and an EAGLE head
 gpu/      times of kernels, and the launches of a step
 results/  results, and the page made of them
 """

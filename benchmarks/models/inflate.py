@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Width inflation: make a trained model, its heads and its peers N times as wide with the same function.
+"""Width inflation: make a trained model and its heads N times as wide with the same function.
 
     python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9 --out build/inflated \\
-        --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp --peers build/peers/eagle
+        --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp
 
 writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too cheap to time, and a
 large random one accepts nothing. Here every channel of the residual stream, attention head and MLP neuron is
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,6 @@ RULES = {
     "mlp.up_proj.weight": "++",
     "mlp.down_proj.weight": "+0",
 }
-# An EAGLE layer has no input norm whose zeros hide the repeated channels: its own matrices have to be zero there.
-EAGLE = RULES | {f"self_attn.{name}_proj.weight": "+0" for name in "qkv"} | {"fc.embedding": "+0", "fc.state": "+0"}
 
 
 class InflateOptions(BaseModel):
@@ -63,24 +61,21 @@ class InflateOptions(BaseModel):
 
     model: str = Field(description="folder of a trained model")
     heads: tuple[str, ...] = Field((), description="heads folders of the model")
-    peers: tuple[str, ...] = Field((), description="folders of Medusa or EAGLE heads beside the model")
     times: int = Field(ge=2, description="times the width; the layers' weights grow by its square")
-    out: str = Field(description="folder of model, heads and peers")
+    out: str = Field(description="folder of model and heads")
 
 
 def run(options: InflateOptions) -> int:
     """Write everything.
 
     Raises:
-        BenchError, HeadsError: on models outside the Llama family, or heads and peers of another width.
+        BenchError, HeadsError: on models outside the Llama family, or heads of another width.
     """
     out = Path(options.out)
     with writing_folder(out):
         inflate_model(Path(options.model), out / "model", options.times)
         for folder in map(Path, options.heads):
             inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
-        for folder in map(Path, options.peers):
-            inflate_peer(folder, out / "model", out / "peers" / folder.name, options.times)
     return 0
 
 
@@ -116,14 +111,14 @@ def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.T
     return tensor
 
 
-def rule_of(name: str, rules: Mapping[str, str] = RULES) -> str:
+def rule_of(name: str) -> str:
     """The rule for a tensor of the target or of a layer like its own; a bias grows like its weight's first dimension.
 
     Raises:
         BenchError: for a tensor that the Llama family does not have.
     """
     weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
-    for suffix, rule in rules.items():
+    for suffix, rule in RULES.items():
         if f".{weight}".endswith(f".{suffix}"):
             return rule if weight == name else rule[:1]
     raise BenchError(f"tensor {name!r} does not belong to a Llama-like family; give a model of {', '.join(FAMILIES)}")
@@ -146,7 +141,9 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     sizes = {name: times * before[name] for name in names}
     sizes["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
     parameters = sum(tensor.numel() for tensor in inflated.values())
-    _write(out, inflated, config | sizes)
+    out.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(inflated, out)
+    _write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
         if path.is_file() and path.name not in REMADE and "safetensors" not in path.name:
             shutil.copyfile(path, out / path.name)
@@ -221,41 +218,9 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     _write_json(out / path.name, result)
 
 
-def inflate_peer(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write a peer for the inflated model.
-
-    Raises:
-        BenchError: if the widths do not fit.
-    """
-    config, target = _read(folder), _read(model)
-    size, hidden_size = config["hidden_size"], target["hidden_size"]
-    if times * size != hidden_size:
-        raise BenchError(f"{folder} has width {size}, not the model's {hidden_size // times}; give its own peers")
-    tensors = load_file(folder / "model.safetensors")
-    if config["model_type"] == "medusa":  # blocks read normed states and write what LM heads read: the first copy
-        inflated = {
-            name: filled(tensor, [hidden_size if n == size else n for n in tensor.shape])
-            for name, tensor in tensors.items()
-        }
-    else:
-        tensors["fc.embedding"], tensors["fc.state"] = tensors.pop("fc.weight").chunk(2, dim=1)
-        inflated = {name: inflate(tensor, rule_of(name, EAGLE), times) for name, tensor in tensors.items()}
-        inflated["fc.weight"] = torch.cat([inflated.pop("fc.embedding"), inflated.pop("fc.state")], dim=1)
-        config |= {name: target[name] for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")}
-        config["logit_scale"] = 1 / times  # the LM head reads every copy of the state
-    _write(out, inflated, config | {"hidden_size": hidden_size})
-    print(out)
-
-
 def _read(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
-
-
-def _write(out: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, out)
-    _write_json(out / "config.json", config)
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-# The models, heads and peers that speeds are measured on: `make -f benchmarks/models/models.mk inflated`, and the
+# The models and heads that speeds are measured on: `make -f benchmarks/models/models.mk inflated`, and the
 # papers' ways of training beside each other: `recipes TARGET=MODEL DATA=FILE`, each with its figures in its folder.
 # A command whose result is there is not run again, so a stopped make goes on where it was. See benchmarks/demo/README.md.
 
@@ -10,9 +10,6 @@ MODELS := $(PYTHON) -m vllm_ppd.benchmarks.models
 PPD    := $(PYTHON) -m vllm_ppd.vllm_plugins.cli.main
 CORPUS := $(OUT)/corpus/validation.jsonl
 TRAIN  := $(OUT)/corpus/train.jsonl
-
-PEER_eagle       := --steps 480
-PEER_medusa      := --heads 4 --steps 480
 
 # The papers' recipes, over the defaults of `ppd train`: heads, losses, sizes, and base models that learn, too.
 RECIPE_transform-kl  := early
@@ -49,15 +46,11 @@ recipes: $(RECIPES:%=$(OUT)/recipes/%/provenance.json)
 $(CORPUS):
 	$(MODELS) corpus --out $(@D)
 
-$(OUT)/peers/%/provenance.json: | $(CORPUS)
-	$(MODELS) peer $* $(PEER_$*) --model $(DEMO)/model --data $(TRAIN) --out $(@D)
-
 $(OUT)/recipes/%/provenance.json: | $(CORPUS)
 	$(PPD) train $(RECIPE_$*) $(ARGS) --model $(TARGET) --data $(DATA) --out $(@D)
 
-$(OUT)/inflated/.inflated: | $(patsubst %,$(OUT)/peers/%/provenance.json,eagle medusa)
-	$(MODELS) inflate --model $(DEMO)/model --times 9 --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%) \
-		--peers $(|:%/provenance.json=%)
+$(OUT)/inflated/.inflated:
+	$(MODELS) inflate --model $(DEMO)/model --times 9 --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%)
 	touch $@
 
 $(OUT)/inflated/heads/%/.calibrated: | $(OUT)/inflated/.inflated $(CORPUS)

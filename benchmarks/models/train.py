@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from vllm_ppd.benchmarks.models.peers import ModelOptions, ModelRecipe
+from vllm_ppd.benchmarks.models.eagle import ModelOptions, ModelRecipe
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.files import write_text

@@ -28,7 +28,7 @@ def commands(target: str, out: Path) -> list[str]:
             assert ours or module == "vllm_ppd.vllm_plugins.cli.main"
             args = (make_parser(COMMANDS) if ours else make_parser()).parse_args(arguments)  # ends where it is none
             folder = Path(getattr(args, "heads", None) if arguments[0] == "calibrate" else args.out)
-            kind = [arguments[1]] if arguments[0] in ("peer", "train") and not arguments[1].startswith("--") else []
+            kind = [arguments[1]] if arguments[0] == "train" and not arguments[1].startswith("--") else []
             taken.append(" ".join([arguments[0], *kind, str(folder.relative_to(out))]))
     return taken
 
@@ -40,7 +40,7 @@ def run_make(target: str, out: Path) -> str:
 
 
 def test_inflated_is_made_in_order_and_goes_on(tmp_path: Path) -> None:
-    made = ["corpus corpus", "peer eagle peers/eagle", "peer medusa peers/medusa", "inflate inflated"]
+    made = ["inflate inflated", "corpus corpus"]
     calibrated = [f"calibrate inflated/heads/{kind}" for kind in ("early", "cp", "dynamo")]
     assert commands("inflated", tmp_path) == made + calibrated
     for name in ("corpus/validation.jsonl", "inflated/.inflated"):
@@ -71,7 +71,7 @@ def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path
     "arguments",
     [
         ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--times", "2"),
-        ("peer", "eagle", "--model", "any", "--data", __file__), ("smollm",),
+        ("eagle", "--model", "any", "--data", __file__), ("smollm",),
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make smollm` and `make serve MODEL=smollm`: heads are those of the model."""
 
-import json
 import shutil
 import subprocess
 from pathlib import Path

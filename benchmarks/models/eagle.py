@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators of vLLM's own methods for comparison, as recipes of our training loop: EAGLE and Medusa.
+"""An EAGLE head for comparison, as a recipe of our training loop.
 
-`python -m vllm_ppd.benchmarks.models peer eagle --model M --data train.jsonl --out DIR`
+`python -m vllm_ppd.benchmarks.models eagle --model M --data train.jsonl --out DIR`
 """
 
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -52,26 +51,39 @@ class ModelRecipe(Recipe):
         ]
 
 
-class PeerOptions(ModelOptions):
-    """Training options of a peer."""
+class EagleOptions(ModelOptions):
+    """Training options of an EAGLE head."""
+
+    kind: ClassVar[str] = "eagle"
 
     batch_size: int = Field(8, ge=1, description="windows per step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
     position_share: float = Field(1.0, gt=0, le=1, description="share of positions in losses over the vocabulary")
 
 
-class Peer(ModelRecipe):
-    """A recipe for a peer, trained with a frozen target."""
+class Eagle(ModelRecipe):
+    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1, state that gave it]).
+
+    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth L1 of the states,
+    and a tenth of the cross-entropy to the target's distribution; uniform noise on the states, as in the paper.
+    """
 
     DRAFTS = 3  # of a step, counted on held-out text
+    NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states
+    CLASSIFICATION = 0.1  # weight of the cross-entropy
 
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """The peer's config.json, as vLLM reads it."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The peer's weights, as vLLM names them."""
+    def __init__(self, options: EagleOptions, target: Target) -> None:
+        super().__init__(options, target)
+        config: Any = target.config
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        # Start from the state as it is: what follows need only say how the next one differs.
+        self.fc.weight.data = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
+        layer: Any = LlamaDecoderLayer(config, 0)
+        layer.input_layernorm = nn.Identity()  # vLLM's head has none
+        self.layer = layer
+        self.rotary: Any = LlamaRotaryEmbedding(config)
+        self.to(target.device)
 
     def final_states(self, batch: Batch) -> torch.Tensor:
         """The target's states after the final norm, which vLLM gives to drafters: [windows, length, hidden]."""
@@ -102,51 +114,6 @@ class Peer(ModelRecipe):
             return {}
         wanted = self.likeliest(final).flatten()
         return accepted_counts(drafted[rows[:, 0]] == wanted[rows + torch.arange(1, drafts + 1, device=rows.device)])
-
-    def imitation(self, logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, Counts]:
-        """Cross-entropy of logits [rows, V] to the target's distribution, and how often their best tokens agree."""
-        right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
-        counts = {"right": right, "known": torch.tensor(len(logits))}
-        return functional.cross_entropy(logits, teacher.softmax(-1)), counts
-
-    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        return {"the target's token": round(counts["right"] / counts["known"], 4)}
-
-    def write(self, out: Path, provenance: str) -> None:
-        stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.tensors().items()}
-        write_tensors(out / "model.safetensors", stored, {"format": "pt"})
-        write_text(out / "config.json", json.dumps(self.config() | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
-        write_text(out / "provenance.json", provenance)
-
-
-class EagleOptions(PeerOptions):
-    """Training options of an EAGLE head."""
-
-    kind: ClassVar[str] = "eagle"
-
-
-class Eagle(Peer):
-    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1, state that gave it]).
-
-    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth L1 of the states,
-    and a tenth of the cross-entropy to the target's distribution; uniform noise on the states, as in the paper.
-    """
-
-    NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states
-    CLASSIFICATION = 0.1  # weight of the cross-entropy
-
-    def __init__(self, options: EagleOptions, target: Target) -> None:
-        super().__init__(options, target)
-        config: Any = target.config
-        size = config.hidden_size
-        self.fc = nn.Linear(2 * size, size, bias=False)
-        # Start from the state as it is: what follows need only say how the next one differs.
-        self.fc.weight.data = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
-        layer: Any = LlamaDecoderLayer(config, 0)
-        layer.input_layernorm = nn.Identity()  # vLLM's head has none
-        self.layer = layer
-        self.rotary: Any = LlamaRotaryEmbedding(config)
-        self.to(target.device)
 
     def predicted(self, batch: Batch, hidden: torch.Tensor, drafts: int = 1) -> list[torch.Tensor]:
         """The predicted states of each draft, for every token as a start except a window's last ones.
@@ -181,11 +148,18 @@ class Eagle(Peer):
         known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
         regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known])
         rows = self.share_of(known, self.options.position_share)
-        classification, counts = self.imitation(self.logits(predicted[rows]), self.logits(wanted[rows]))
+        logits, teacher = self.logits(predicted[rows]), self.logits(wanted[rows])
+        # Cross-entropy to the target's distribution, and how often the best tokens agree.
+        classification = functional.cross_entropy(logits, teacher.softmax(-1))
+        right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
+        counts = {"right": right, "known": torch.tensor(len(logits))}
         if not self.training:
             drafted = torch.stack([self.likeliest(states) for states in self.predicted(batch, hidden, self.DRAFTS)], -1)
             counts |= self.accepted(batch, hidden, functional.pad(drafted, (0, 0, 0, self.DRAFTS)).flatten(0, 1))
         return regression + self.CLASSIFICATION * classification, counts
+
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        return {"the target's token": round(counts["right"] / counts["known"], 4)}
 
     def config(self) -> dict[str, Any]:
         return self.target.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
@@ -194,77 +168,16 @@ class Eagle(Peer):
         layer = {f"layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
         return {"fc.weight": self.fc.weight, **layer}
 
-
-class MedusaOptions(PeerOptions):
-    """Training options of Medusa heads."""
-
-    kind: ClassVar[str] = "medusa"
-
-    heads: int = Field(3, ge=1, description="tokens after the sampled one, a head each")
-    optimizer: Literal["adamw", "muon"] = "adamw"  # LM heads are too large for Muon
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    def write(self, out: Path, provenance: str) -> None:
+        stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.tensors().items()}
+        write_tensors(out / "model.safetensors", stored, {"format": "pt"})
+        write_text(out / "config.json", json.dumps(self.config() | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
+        write_text(out / "provenance.json", provenance)
 
 
-class Medusa(Peer):
-    """Medusa heads (Cai et al., 2024), of Medusa-1: the target stays frozen.
-
-    Head k reads the state that gave token t+1 and predicts token t+1+k through a residual block and an LM head, which
-    starts as the target's. The loss of head k counts 0.8^k.
-    """
-
-    DECAY = 0.8
-
-    def __init__(self, options: MedusaOptions, target: Target) -> None:
-        super().__init__(options, target)
-        size, unembedding = target.hidden_size, target.unembedding.detach().float()
-        self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(size, size)) for _ in range(options.heads)])
-        self.lm_heads = nn.ParameterList([nn.Parameter(unembedding.clone()) for _ in range(options.heads)])
-        self.to(target.device)
-
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        final = self.final_states(batch)
-        hidden, losses, right, known, drafted = final.flatten(0, 1), [], [], [], []
-        for head, (block, lm_head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
-            tokens, valid = batch.ahead(head + 2)
-            rows = self.share_of(valid, self.options.position_share)
-            states = hidden[rows] + functional.silu(functional.linear(hidden[rows], block))
-            logits = functional.linear(states, lm_head).float()
-            losses.append(self.DECAY ** (head + 1) * functional.cross_entropy(logits, tokens[rows, -1]))
-            likeliest = logits.argmax(-1)
-            right.append((likeliest == tokens[rows, -1]).sum())
-            known.append(torch.tensor(len(rows)))
-            drafted.append(torch.zeros_like(valid, dtype=torch.int64).index_copy(0, rows, likeliest))
-        counts = {"right": torch.stack(right), "known": torch.stack(known)}
-        if not self.training:
-            counts |= self.accepted(batch, final, torch.stack(drafted, dim=1))
-        return torch.stack(losses).sum(), counts
-
-    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        heads = range(len(self.blocks))
-        return {f"token {h + 2} right": round(counts[f"right.{h}"] / counts[f"known.{h}"], 4) for h in heads}
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": self.target.hidden_size,
-            "vocab_size": self.target.vocab_size, "num_heads": len(self.blocks), "num_hidden_layers": 1,
-            "medusa_fc_bias": False,
-        }  # fmt: skip
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        blocks = {f"blocks.{head}.layers.0.weight": block for head, block in enumerate(self.blocks)}
-        return blocks | {f"lm_heads.{head}.weight": weight for head, weight in enumerate(self.lm_heads)}
-
-
-PEERS: dict[str, tuple[type[PeerOptions], type[Peer]]] = {
-    "eagle": (EagleOptions, Eagle),
-    "medusa": (MedusaOptions, Medusa),
-}
-
-
-def run(recipe: type[Peer], options: Any) -> int:
-    """Train a peer and write its folder."""
+def run(options: EagleOptions) -> int:
+    """Train a head and write its folder."""
     check_data(options.data)
-    facts = train(options, recipe)
+    facts = train(options, Eagle)
     print(f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: {facts['held_out_after']}")
     return 0

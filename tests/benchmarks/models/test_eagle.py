@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the demo model: what is trained is what vLLM runs, and inflated they draft the same."""
+"""An EAGLE head of the demo model: what is trained is what vLLM runs."""
 
 import json
 from pathlib import Path
@@ -10,16 +10,12 @@ import torch
 from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
 
-from vllm_ppd.benchmarks.models import peers
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
 from vllm_ppd.benchmarks.models.corpus import split
+from vllm_ppd.benchmarks.models.eagle import Eagle, EagleOptions
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.vllm_plugins.cli.main import main
-
-
-def make(*arguments: str) -> None:
-    assert main(arguments, COMMANDS, "models") == 0
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +29,15 @@ def target() -> Target:
     return Target(str(DEMO), torch.device("cpu"), torch.float32, False)
 
 
-@torch.no_grad()
-def test_eagles_drafts_are_those_of_a_chain(target: Target) -> None:
-    """Every start at once predicts what an engine does that appends a draft's state to the target's."""
+def eagle_of(target: Target) -> Eagle:
     torch.manual_seed(0)
-    eagle = peers.Eagle(peers.EagleOptions(model=str(DEMO), data=["-"], out="-"), target).eval()
+    return Eagle(EagleOptions(model=str(DEMO), data=["-"], out="-"), target).eval()
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_a_chain(target: Target) -> None:
+    """Every start at once predicts what an engine does that appends a draft's state to the target's."""
+    eagle = eagle_of(target)
     lengths = (9, 11)  # of two documents in a window
     batch = Batch(torch.randint(2, 4000, (1, 20)), torch.cat([torch.arange(n) for n in lengths])[None])
     hidden = eagle.final_states(batch)
@@ -53,37 +53,30 @@ def test_eagles_drafts_are_those_of_a_chain(target: Target) -> None:
 
 @torch.no_grad()
 def test_accepted_drafts_are_counted_up_to_the_first_wrong_one(target: Target) -> None:
-    medusa = peers.Medusa(peers.MedusaOptions(model=str(DEMO), data=["-"], out="-"), target).eval()
+    eagle = eagle_of(target)
     batch = Batch(torch.randint(2, 4000, (1, 12)), torch.arange(12)[None])
-    final = medusa.final_states(batch)
-    drafted = torch.stack([medusa.likeliest(final)[0].roll(-draft) for draft in (1, 2, 3)], dim=1)
-    assert medusa.accepted(batch, final, drafted)["accepted"].tolist() == [8, 8, 8]  # of 12 starts those with 4 tokens
+    final = eagle.final_states(batch)
+    drafted = torch.stack([eagle.likeliest(final)[0].roll(-draft) for draft in (1, 2, 3)], dim=1)
+    assert eagle.accepted(batch, final, drafted)["accepted"].tolist() == [8, 8, 8]  # of 12 starts those with 4 tokens
     drafted[2, 1] += 1
     drafted[5, 0] += 1
-    counts = medusa.accepted(batch, final, drafted)
+    counts = eagle.accepted(batch, final, drafted)
     assert counts["accepted"].tolist() == [7, 6, 6] and int(counts["accepted_of"]) == 8
-    assert set(medusa.loss(batch)[1]) >= {"accepted", "accepted_of"} and "accepted" not in medusa.train().loss(batch)[1]
+    assert set(eagle.loss(batch)[1]) >= {"accepted", "accepted_of"} and "accepted" not in eagle.train().loss(batch)[1]
 
 
 @pytest.mark.full
 @pytest.mark.engine
-@pytest.mark.parametrize("peer", peers.PEERS)
-def test_peer_drafts_in_vllm_and_inflated_the_same(peer: str, data: Path, tmp_path: Path) -> None:
+def test_a_head_drafts_in_vllm(data: Path, tmp_path: Path) -> None:
     """A few steps of training already get drafts accepted; greedy tokens are those without speculation."""
-    trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path / peer), "--evaluation-tokens", "4096")
-    make("peer", peer, "--steps", "64", "--batch-size", "4", "--sequence-length", "256", *trained)
-    facts = json.loads((tmp_path / peer / "provenance.json").read_text())
+    trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path), "--evaluation-tokens", "4096")
+    steps = ("--steps", "64", "--batch-size", "4", "--sequence-length", "256")
+    assert main(["eagle", *steps, *trained], COMMANDS, "models") == 0
+    facts = json.loads((tmp_path / "provenance.json").read_text())
     assert facts["held_out_after"]["accepted_a_step"] > max(0.02, facts["held_out_before"]["accepted_a_step"])
-    large = ("--peers", str(tmp_path / peer), "--times", "2", "--out", str(tmp_path / "large"))
-    make("inflate", "--model", str(DEMO), *large)
     requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
     plain = generate(start_engine(DEMO, None, kv_cache_memory_bytes=1 << 28), requests, greedy(40))
-    counts = []
-    large_peer = tmp_path / "large" / "peers" / peer
-    for model, folder in ((DEMO, tmp_path / peer), (tmp_path / "large" / "model", large_peer)):
-        config: dict[str, Any] = {"method": peer, "model": str(folder), "num_speculative_tokens": 3}
-        llm = start_engine(model, config, kv_cache_memory_bytes=1 << 28)
-        assert generate(llm, requests, greedy(40)) == plain
-        counts.append(llm.counts)
-    assert counts[0] == counts[1]
-    assert counts[0]["accepted"] > 0
+    config: dict[str, Any] = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}
+    llm = start_engine(DEMO, config, kv_cache_memory_bytes=1 << 28)
+    assert generate(llm, requests, greedy(40)) == plain
+    assert llm.counts["accepted"] > 0
