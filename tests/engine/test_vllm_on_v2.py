@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM alone on runner V2 with our kernels says what it says on runner V1."""
+"""vLLM alone on runner V2 with our kernels says what it says on runner V1, and keeps its own runner beside ours."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from cases import CASES
-from conftest import Factory, full_but, runner_of, start_engine
+from conftest import ROOT, Factory, full_but, runner_of, start_engine
 from plain_v2 import MARK
+
+from vllm_ppd.benchmarks.models.eagle import Eagle, EagleOptions
+from vllm_ppd.heads.training.target import Target
 
 pytestmark = [
     pytest.mark.engine,
@@ -34,3 +42,41 @@ def test_vllm_alone_still_asks_for_triton(engine: Factory, tiny_model: Factory) 
     assert runners == ["vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner"]
     with pytest.raises(ValueError, match="requires Triton"):
         start_engine(tiny_model(), None, additional_config=MARK)
+
+
+# vLLM's registration of kernels fails in a process in which Numba has compiled its n-grams, so that method comes last.
+BEFORE_AND_AFTER = """
+import sys
+from cases import CASES
+from conftest import runner_of, start_engine
+
+model, eagle = sys.argv[1:]
+METHODS = {
+    "alone": None,
+    "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 2},
+    "ours": {"method": "ppd", "exit_layer": 3},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+}
+
+expected = None
+for name in ("alone", "eagle", "ours", "alone", "eagle", "ngram"):
+    llm = start_engine(model, METHODS[name])
+    said = CASES["batch_16"](llm)
+    expected = expected or said
+    assert said == expected, name
+    assert type(runner_of(llm)).__module__.startswith("vllm_ppd" if name == "ours" else "vllm.v1.worker.cpu_"), name
+    assert name in ("alone", "eagle") or llm.counts["accepted"] > 0, name
+print("same", flush=True)
+"""
+
+
+def test_vllms_own_methods_before_and_after_ours(tiny_model: Factory, tmp_path: Path) -> None:
+    """In one process; the EAGLE head is untrained."""
+    model = str(tiny_model())
+    target = Target(model, torch.device("cpu"), torch.float32, False)
+    Eagle(EagleOptions(model=model, data=["-"], out="-"), target).write(tmp_path, "")
+    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", BEFORE_AND_AFTER, model, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert run.stdout.endswith("same\n"), run.stdout[-1000:] + run.stderr[-3000:]
