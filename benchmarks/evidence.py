@@ -57,7 +57,7 @@ def parts(data: str) -> dict[str, Part]:
     """All parts, by the names of their results; the quick ones first."""
     smollm = ["--model", TARGET, "--data", f"spec-bench={data}/spec_bench.jsonl", "--top-p", "0.95"]
     plain = ["--model", TARGET, "--data", f"{data}/spec_bench.jsonl", "--dtype", "bfloat16", "--kv-cache-gib", "0.5"]
-    eagle, medusa = (f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa"))
+    eagle = f"--eagle={heads('eagle')}"
     lookup = f"cp + lookup={json.dumps({'model': heads('cp'), 'prompt_lookup_min': 2})}"
     ours = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists()), "--also", lookup]
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256"]
@@ -78,12 +78,12 @@ def parts(data: str) -> dict[str, Part]:
         "smollm_decode": Part(60, [[*methods, "--temperatures", "0,0.8"],
                                    [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
         "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "none", "--heads", heads("cp")],
-                                [*some, "--plain", "ngram", *ours, eagle, medusa]], greedy_text_is_vllms),
+                                [*some, "--plain", "ngram", *ours, eagle]], greedy_text_is_vllms),
     }  # fmt: skip
 
 
 def heads(kind: str) -> str:
-    """The folder of the heads of SmolLM2 of a kind, or of a peer: in this repository, or in build/."""
+    """The folder of the heads of SmolLM2 of a kind, or of EAGLE: in this repository, or in build/."""
     kept = f"benchmarks/smollm/heads/{kind}"
     return kept if Path(kept).exists() else f"build/smollm/heads/{kind}"
 

@@ -228,7 +228,7 @@ def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = 
         trust_remote_code: run code that comes with the target.
 
     Returns:
-        Passes by the contender's name: of heads, EAGLE, Medusa and n-gram; of none if the target is not on this disk,
+        Passes by the contender's name: of heads, EAGLE and n-gram; of none if the target is not on this disk,
         or is a mixture of experts.
     """
     from transformers import AutoConfig
@@ -254,8 +254,8 @@ def _read(options: dict[str, Any], layer: float, lm_head: float, vocab_size: int
         return 0.0
     if folder is None:
         return None
-    if method in ("eagle", "medusa"):  # EAGLE's layer runs token by token, Medusa's blocks once
-        return (n if method == "eagle" else 1) * _peer_weights(folder, vocab_size) + n * lm_head
+    if method == "eagle":
+        return n * (_peer_weights(folder, vocab_size) + lm_head)
     if method not in (None, *METHODS) or not isinstance(exit_layer, int | None):
         return None
     heads = load_config(folder)

@@ -11,7 +11,6 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import BenchOptions
 from vllm_ppd.heads.io import load_config
-from vllm_ppd.vllm_plugins import platform
 
 BASE = "vLLM"
 CONTROL = "vLLM, again"
@@ -76,15 +75,13 @@ def _without_checkpoint(options: BenchOptions) -> Iterator[Contender]:
 
 
 def _checkpoints_of_vllm(options: BenchOptions) -> Iterator[Contender]:
-    for method in ("medusa", "eagle", "draft_model"):
+    for method in ("eagle", "draft_model"):
         folder = getattr(options, method)
         if folder is None:
             continue
         config, name = Path(folder) / "config.json", method.replace("_", " ")
         if not config.is_file():
             raise BenchError(f"--{method.replace('_', '-')} {folder} has no config.json; give a checkpoint folder")
-        if method not in platform.speculative_methods():
-            raise BenchError(f"--{method}: this vLLM has no method {method!r} any more; leave it out, or use 0.32")
         if method == "eagle" and "eagle3" in config.read_text().lower():
             method, name = "eagle3", "eagle3"
         drafts = options.drafts or DRAFTS

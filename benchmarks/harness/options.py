@@ -32,7 +32,7 @@ class BenchOptions(BaseModel):
     benchmark: ClassVar[str]  # the benchmark's name in files of results
     # Options that may differ between turns that are summarised together.
     apart: ClassVar[frozenset[str]] = frozenset({
-        "heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive",
+        "heads", "plain", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive",
         "together", "out",
     })  # fmt: skip
 
@@ -42,7 +42,6 @@ class BenchOptions(BaseModel):
     )
     heads: tuple[str, ...] = Field((), description="heads folders, each of them a contender")
     plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd", "ngram", "suffix"), description=PLAIN)
-    medusa: str | None = Field(None, description="checkpoint of Medusa heads, for vLLM's method medusa")
     eagle: str | None = Field(
         None, description="checkpoint of an EAGLE or EAGLE-3 head, for vLLM's method of that name"
     )

@@ -122,7 +122,7 @@ from cases import generate, greedy, prompts
 from conftest import counting, runner_of, start_engine
 from test_sampling import BATCH, LEVEL, PROMPT, sample, worst
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
+from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 
 def is_right(values):
     spread = expand_batch_to_tokens(torch.tensor(values), torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1)
@@ -133,7 +133,7 @@ options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 
 ours = start_engine(model, {"method": "ppd", "exit_layer": 3}, **BATCH)
 alone = start_engine(model, None, **BATCH)
 assert not is_right([0.25, 0.0, 0.75]), "vLLM's kernel needs no mending"
-mend_expand_kernel()
+mend_workers_to_come()
 ngrams = start_engine(model, options, **BATCH)  # its worker registers vLLM's kernels again
 assert is_right([0.25, 0.0, 0.75]) and is_right([0.0, 5.0, 9.0])
 assert type(runner_of(ngrams)).__module__ == "vllm.v1.worker.cpu_model_runner"

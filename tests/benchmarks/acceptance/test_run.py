@@ -165,14 +165,14 @@ def test_costs_are_counted_where_weights_are_known(tiny_model: Factory, tmp_path
     )
     configs: dict[str, dict[str, Any]] = {
         "early": early, "exit 2": early | {"method": "ppd", "exit_layer": 2}, "dynamo": dynamo,
-        "eagle": {"method": "eagle", "model": str(peer)}, "medusa": {"method": "medusa", "model": str(peer)},
+        "eagle": {"method": "eagle", "model": str(peer)},
         "ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}, "no heads": {"method": "ppd"},
         "eagle3": {"method": "eagle3", "model": str(peer)}, "exits": early | {"exit_layer": [2, 4]},
         "draft model": {"method": "draft_model", "model": str(model)},
     }  # fmt: skip
     assert costs([Contender(name, config | drafts) for name, config in configs.items()], str(model)) == {
         "early": passes(model, 2 * 64**2, 2 * 4, 2), "exit 2": passes(model, 2 * 64**2, 2 * 2, 2),
-        "dynamo": passes(model, 0, 2, 1), "eagle": passes(model, 2 * 77, 0, 2), "medusa": passes(model, 77, 0, 2),
+        "dynamo": passes(model, 0, 2, 1), "eagle": passes(model, 2 * 77, 0, 2),
         "ngram": 0.0,
     }  # fmt: skip
     assert costs([Contender("ngram", {"method": "ngram"})], str(tiny_model("mixtral"))) == {}

@@ -150,7 +150,7 @@ def test_contenders(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"medusa": "nowhere"}, "--medusa nowhere has no config"),
+        ({"eagle": "nowhere"}, "--eagle nowhere has no config"),
         ({"also": ('{"method": "ppd"}',)}, "not NAME="),
         ({"plain": "ppd", "also": ("ppd, no heads={}",)}, "two contenders are called 'ppd, no heads'"),
         ({"also": ('a={"shares": "b"}',)}, '"shares" names a contender before it'),
