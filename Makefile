@@ -52,14 +52,10 @@ test test-full: setup
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed
 
-# The patches, an engine a method and runner V2 with the next vLLM, laid over the CPU build's binaries.
-NEXT := PYTHONPATH=typing build/next/bin/python -m pytest
+# The same with the next vLLM, laid over the CPU build's binaries.
 test-next: setup
 	$(BIN)/python .ci/next.py
-	$(NEXT) -m "not full" tests/engine/test_patches.py tests/unit/plugin/test_touched.py \
-		tests/unit/plugin/config tests/unit/plugin/cpu_kernels
-	$(NEXT) -m "not full" tests/exactness -k "batch_16 and (middle or cp-full or dynamo-2 or parallel-heads)"
-	$(NEXT) -m "not full" tests/v2
+	$(MAKE) test PYTEST="env PYTHONPATH=$(CURDIR)/typing build/next/bin/python -m pytest"
 
 quality: setup
 	$(BIN)/ruff check .
