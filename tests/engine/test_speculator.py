@@ -117,3 +117,12 @@ def test_replayed_drafts_are_those_of_the_step(engine: Factory, drafting: Factor
         accepted.append(seen["accepted"])
     assert accepted[0] == accepted[1] > 0
     assert graphs is not None and graphs.replays > 4
+
+
+def test_drafts_have_graphs_up_to_the_largest_batch_whose_verification_has_one(
+    drafting: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculator = drafter_of(drafting(METHODS["cp"]))
+    monkeypatch.setattr(speculator.vllm_config.compilation_config, "cudagraph_capture_sizes", [1, 2, 4, 8, 16, 32])
+    assert speculator._config_of_graphs().scheduler_config.max_num_seqs == 32 // (1 + 3)
+    assert speculator.vllm_config.scheduler_config.max_num_seqs == 16

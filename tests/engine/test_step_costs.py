@@ -59,14 +59,6 @@ def test_the_fastest_round_of_each_batch_size_counts() -> None:
     assert rounds == 4 * measure.ROUNDS
 
 
-def test_slow_steps_are_measured_in_few_rounds_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest batch and the last whose verification has a graph are measured however long it takes."""
-    monkeypatch.setattr(measure, "SECONDS", 0.01)
-    table, rounds = measured(lambda requests, drafts: 1.0, 1024, 0.02)
-    assert table.sizes == [1, 4, 16, 128, 1024] and rounds == 5
-    assert table.second_fastest == table.seconds
-
-
 def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 

@@ -19,8 +19,8 @@ from vllm_ppd.benchmarks.harness.sources import files_imported
 ROOT = Path(__file__).resolve().parents[2]
 
 # Tokens of Python without comments and docstrings, which packing cannot lower. New code takes the place of other code.
-MAX_SOURCE_TOKENS = 234_000  # of FOLDERS; to be 136,000
-MAX_TEST_TOKENS = 214_000  # to be 114,000
+MAX_SOURCE_TOKENS = 207_000  # of FOLDERS; to be 136,000
+MAX_TEST_TOKENS = 182_000  # to be 114,000
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
