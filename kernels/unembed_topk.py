@@ -2,7 +2,7 @@
 """A rank's k best tokens of an early head, straight from the states that go into the unembedding.
 
 Norm and T are applied before; the kernel would redo their product for every part of the vocabulary. It serves greedy
-drafts and candidates: sampled drafts need q(x) of the whole vocabulary, DynaMo's heads the best 50 at a temperature.
+drafts and candidates: sampled drafts need logits of the whole vocabulary, DynaMo's heads the best 50 at a temperature.
 """
 
 import torch
