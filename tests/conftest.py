@@ -139,7 +139,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: 
         "max_num_seqs": 16,
         "max_num_batched_tokens": 96,  # far less than the prompts together: prefill comes in chunks
         "block_size": 32,
-        **kv_cache(1 / 16),
+        **kv_cache(1 / 32),
         "seed": 0,
         "disable_log_stats": False,
         "enable_prefix_caching": False,

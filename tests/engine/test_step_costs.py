@@ -222,7 +222,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     # The first start has measured, and left no trace of it but a file.
     (path,) = cache.iterdir()
     kept = step_costs.load(path)
-    assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 3], [1, 4, 16])
+    assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 1, 3], [1, 4, 16])
     for_plans = served_steps(str(path), str(tiny_model()))
     assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 3}, 3)
     assert not drafter_of(first).counters.values.any() and not runner_of(first).req_states.req_id_to_index
@@ -319,7 +319,7 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
         seconds = time_steps(runner, 3, counts)
     assert len(seconds) == 2 and min(seconds) > 0
     # After the prompts, before the end.
-    assert steps[1:-1] == [[count] * 3 for count in counts for _ in range(STEPS)]
+    assert steps[1:-1] == [[count] * 3 for count in counts[::-1] for _ in range(STEPS)]
     assert not any("dummy" in name for name in runner.req_states.req_id_to_index)
     requests = prompts(3, 20)
     assert generate(llm, requests, greedy(20)) == generate(engine(), requests, greedy(20))

@@ -56,7 +56,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recurrent-short": {"method": "recurrent", "num_speculative_tokens": 5, "draft_vocab_size": 100,
                         "heads": ("recurrent", {})},
 }  # fmt: skip
-QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
+QUICK = {(name, case) for name in ("middle", "cp") for case in CASES} | {
+    ("dynamo", "batch_1"), ("dynamo", "batch_16"), ("dynamo", "structured_output"), ("dynamo", "arrivals_and_aborts"),
+    ("dynamo", "model_length"), ("dynamo", "penalties"),
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"), ("dynamo-cut-off", "more_than_fit"),

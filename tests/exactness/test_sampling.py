@@ -75,7 +75,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", full_but({"early", "cp-short", "recurrent", "dynamo"}, DRAFTERS))
+@pytest.mark.parametrize("name", full_but({"early", "recurrent"}, DRAFTERS))
 def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: str) -> None:
     """Drafts must have been accepted and rejected."""
     llm = drafting(DRAFTERS[name], **BATCH)

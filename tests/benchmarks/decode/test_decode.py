@@ -51,6 +51,7 @@ def run_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> None:
     """Every turn is written, in order; the method says what the base says."""
     command += ["--rounds", "300", "--batch-sizes", "3,1", "--also", 'vLLM, again={"shares": "vLLM"}', ALWAYS]

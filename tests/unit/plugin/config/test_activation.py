@@ -37,7 +37,7 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (4,), "gamma": 0.4,
         "draft_sample_method": "greedy", "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
-        "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4, "cuts": True,
+        "adaptive": False, "prompt_lookup_min": 4, "cuts": True,
         "step_costs": "measure", "drafts_by_batch_size": [],
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5

@@ -275,7 +275,7 @@ def test_machines_without_runner_v2(tiny_model: Factory, monkeypatch: pytest.Mon
         from_dict(tiny_model(), given)
 
 
-def test_engine_arguments(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_arguments(tiny_model: Factory) -> None:
     def check(options: dict[str, Any], message: str | None = None, **settings: Any) -> None:
         with refused(message):
             refuse(of_scheduling(resolve(parse_options(options), 12), EngineArgs(model=str(tiny_model()), **settings)))
@@ -284,9 +284,3 @@ def test_engine_arguments(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) 
     check({"method": "cp"}, "^--use-fp64-gumbel is not supported with sampled drafts", use_fp64_gumbel=True)
     for not_drawn in ({"draft_sample_method": "greedy"}, {"method": "lookup"}):
         check({"method": "cp", **not_drawn}, use_fp64_gumbel=True)
-    verification = {"method": "cp", "adaptive_verification": True}
-    check(verification, "whole-model CUDA graphs")  # on this platform
-    monkeypatch.setattr(platform, "is_cpu", lambda: False)
-    check(verification)
-    check(verification, "--enforce-eager", enforce_eager=True)
-    check({**verification, "method": "lookup"}, "^adaptive_verification is not supported with prompt lookup")

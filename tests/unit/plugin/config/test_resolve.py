@@ -73,9 +73,6 @@ def test_vllm_captures_graphs_of_no_drafts_and_of_all() -> None:
     choice = resolved({"method": "cp"}).choice_of_drafts()
     assert {drafts for _, _, drafts in choice.pop("num_speculative_tokens_per_batch_size")} == {0, 3} and not choice
     assert resolved({"method": "cp", "adaptive": False}).choice_of_drafts() == {}
-    verification = resolved({"method": "cp", "adaptive_verification": True})
-    assert not verification.adaptive
-    assert verification.choice_of_drafts() == {"enable_adaptive_verification": True}
 
 
 def test_drafts_by_batch_size_are_the_calibrations() -> None:

@@ -82,15 +82,6 @@ def test_others_join_by_the_first_stack(
     assert residual[:, 0].tolist() == [0.0] + [5.0] * tokens[1] + [0.0] * 2
 
 
-def test_tokens_whose_requests_the_device_alone_knows(deferred: DeferredKV) -> None:
-    step = ScheduledStep(
-        np.array([1, 2]), np.array([3, 3]), np.array([2, 2]), np.zeros(2, dtype=bool), 5,
-        on_device=(torch.tensor([1, 1, 2]), torch.tensor([0, 1, 0])),
-    )  # fmt: skip
-    deferred.begin_step(step, may_mix=False)
-    assert deferred.mode == "deep" and deferred.state_rows[:5].tolist() == [3, 4, 6, NOBODY, NOBODY]
-
-
 def test_states_are_copies() -> None:
     states = SavedStates(12, 8, torch.float32, CPU, has_residual=True)
     hidden, residual = torch.randn(2, 8), torch.randn(2, 8)
