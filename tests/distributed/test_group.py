@@ -124,6 +124,7 @@ def test_seeded_requests_draw_as_without_speculation(plain: Factory, group: Fact
     assert seen["group_hits"] > 0 and seen["group_misses"] > 0
 
 
+@pytest.mark.full
 def test_output_with_a_seed_is_vllms_through_preemptions(plain: Factory) -> None:
     alone = preempted.outputs(plain(DEMO, **preempted.SMALL_KV))
     options = {"method": "ppd", "candidates": 3, "num_speculative_tokens": 3}

@@ -41,8 +41,9 @@ def test_completion_and_counters(server: Server) -> None:
     )
     assert 0 < drafts <= drafted <= 2 * drafts
     assert 0 < accepted == per_position <= drafted
-    # A step that verifies drafts emits what it accepts and one token more; the first token comes from the prompt.
-    assert accepted + drafts <= 72 - 3
+    # A step that verifies drafts emits what it accepts and one token more; the first token comes from the prompt. Two
+    # more steps of a request may be in flight when it ends.
+    assert accepted + drafts <= 72 - 3 + 2 * 3
     assert change["ppd:deferred_steps_total"] > 0
     assert change["ppd:fallback_steps_total"] > 0
     assert change["ppd:drafting_seconds_total"] > 0
@@ -58,13 +59,13 @@ def test_start_up_line(server: Server) -> None:
 
 def test_request_switch(server: Server) -> None:
     drafting = server.complete()
-    before = server.metrics()["vllm:spec_decode_num_drafts_total"]
+    before = server.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
     for value in (False, 0, "false"):
         plain = server.complete(vllm_xargs={"ppd_draft": value})
         assert plain.json()["choices"][0]["text"] == drafting.json()["choices"][0]["text"]
-    assert server.metrics()["vllm:spec_decode_num_drafts_total"] == before
+    assert server.metrics()["vllm:spec_decode_num_accepted_tokens_total"] == before
     server.complete(vllm_xargs={"ppd_draft": True})
-    assert server.metrics()["vllm:spec_decode_num_drafts_total"] > before
+    assert server.metrics()["vllm:spec_decode_num_accepted_tokens_total"] > before
 
 
 @pytest.mark.parametrize(

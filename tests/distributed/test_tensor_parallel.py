@@ -75,7 +75,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {"early": {"gamma": 0.03}, "dynamo": {"eps_b": 0.0}}
 
 
-@pytest.mark.parametrize("name", full_but({"early", "dynamo"}, HEADS))
+@pytest.mark.parametrize("name", full_but({"early"}, HEADS))
 def test_two_ranks(tiny_model: Factory, with_heads: Factory, alone: Factory, tmp_path: Path, name: str) -> None:
     cases = ("batch_16", "structured_output", "arrivals_and_aborts")
     options = {"num_speculative_tokens": 2, "heads": HEADS[name], **OPTIONS.get(name, {})}
