@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import plain_v2
 import preempted
 import pytest
 import tiny
@@ -53,15 +52,12 @@ def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
 @pytest.fixture(scope="module")
 def plain(tiny_model: Factory) -> Factory:
     """plain(model, **settings): vLLM alone on runner V2, the same engine for the same arguments."""
-    plain_v2.allow()
     started: dict[str, Any] = {}
 
     def get(model: Path | None = None, **settings: Any) -> Any:
         key = repr((model, sorted(settings.items())))
         if key not in started:
-            settings["additional_config"] = plain_v2.MARK
-            with plain_v2.starting():
-                started[key] = start_engine(model or tiny_model(), None, **settings)
+            started[key] = start_engine(model or tiny_model(), None, on_v2=True, **settings)
         return started[key]
 
     return get

@@ -142,7 +142,10 @@ def counted(outputs: list[Any], drafts: int) -> dict[str, int]:
         for accepted in output.outputs[0].spec_decode_metrics.to_dict()["per_step_accepted"]:
             made = min(drafts, left - 1)
             if made > 0:
-                seen = {"drafts": seen["drafts"] + 1, "drafted": seen["drafted"] + made,
-                        "accepted": seen["accepted"] + min(accepted, made)}  # fmt: skip
+                seen = {
+                    "drafts": seen["drafts"] + 1,
+                    "drafted": seen["drafted"] + made,
+                    "accepted": seen["accepted"] + min(accepted, made),
+                }
             left -= 1 + min(accepted, made)
     return seen

@@ -63,8 +63,11 @@ def test_a_step_without_drafts_is_vllms(adaptive: Factory, monkeypatch: pytest.M
     lookup, runner = follow(llm, 0.001), runner_of(llm)
     monkeypatch.setattr(lookup, "limit", 0)
     calls: list[str] = []
-    for owner, call in ((runner.speculator, "propose"), (runner.rejection_sampler, "__call__"),
-                        (runner.draft_tokens_handler, "set_draft_tokens")):  # fmt: skip
+    for owner, call in (
+        (runner.speculator, "propose"),
+        (runner.rejection_sampler, "__call__"),
+        (runner.draft_tokens_handler, "set_draft_tokens"),
+    ):
         monkeypatch.setattr(type(owner), call, lambda *args, at=call, **kwargs: calls.append(at))
     generate(llm, prompts(2), greedy(8))
     assert calls == []

@@ -149,7 +149,7 @@ print("same", flush=True)
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of vLLM's CPU backend")
 def test_vllms_own_n_grams_keep_the_distribution_once_mended(tiny_model: Factory) -> None:
-    """vLLM's CPU backend drops sampling parameters of drafts, unless we mend its kernel."""
+    """vLLM's CPU backend drops sampling parameters of drafts, unless its kernel is replaced."""
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "tests" / "exactness"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", NGRAMS, str(tiny_model())]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
