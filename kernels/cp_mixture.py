@@ -98,8 +98,7 @@ def draft_chain(
     first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits have no entry for it
     sampling: Sampling | None = None,  # of each row, at the position before the first draft
     token_ids: torch.Tensor | None = None,  # [vocab] int64, the entries' token IDs; None: 0, 1, ...
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each draft update the weights (section 2.4).
 
     The first token, which was not drawn from the mixture, updates the weights in log space. After that, probabilities
@@ -115,11 +114,10 @@ def draft_chain(
         sampling: rows at a temperature of at least 1e-5 sample in proportion to mixture^(1/temperature), cut to their
             top-k and top-p; the other rows take the arg-max (None: all rows do).
         token_ids: the entries' token IDs, on which the noise of samples depends.
-        with_probs: whether to return the probabilities.
 
     Returns:
-        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the distributions they were drawn from
-        [rows, drafts, vocab], the mixture where the arg-max was taken; the log weights after the last draft [rows, r]).
+        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the log weights after the last draft
+        [rows, r]).
     """
     # Keep the calls few: a pass over the model's weights evicts the code of each operator from the caches.
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -132,28 +130,25 @@ def draft_chain(
         logits = logits[:, 1:]
     weights = torch.softmax(log_weights, dim=-1)
     every = torch.softmax(logits, dim=-1, dtype=dtype)
-    tokens, distributions = [], []
+    tokens = []
     for position, factors in enumerate(every.unbind(dim=1)):
-        token, probs = _drawn(weights, factors, sampling and sampling.ahead(position), token_ids)
+        here = None if sampling is None else sampling.ahead(position)
+        token = _drawn(weights, factors, here, token_ids)
         tokens.append(token)
-        distributions.append(probs)
         weights = weights * _of_token(factors, token)  # a drawn token is possible under some expert
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    every_probs = torch.stack(distributions, dim=1) if with_probs else None
-    return torch.stack(tokens, dim=1), every_probs, weights.log()
+    return torch.stack(tokens, dim=1), weights.log()
 
 
 def _drawn(
     weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, token_ids: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pick an entry [rows] from the mixture of factors [rows, r, vocab]; also return its distribution [rows, vocab]."""
+) -> torch.Tensor:
+    """Pick an entry [rows] from the mixture of factors [rows, r, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
     if sampling is not None:
-        entries, cut = draw_rows(probs.log(), sampling, token_ids)
-        assert cut is not None
-        return entries, cut
+        return draw_rows(probs.log(), sampling, token_ids)
     peak, token = probs.max(dim=-1)
-    return torch.where(peak.isfinite(), token, INVALID), probs
+    return torch.where(peak.isfinite(), token, INVALID)
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

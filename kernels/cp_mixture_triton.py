@@ -63,16 +63,14 @@ def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
     log_weights: tl.tensor,  # [rows, r] float32
-    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture or its logarithm; of one draft unless KEPT
+    drawn: tl.tensor,  # [rows, 1, vocab] float32, where rows sample: the logarithm of the mixture
     best: tl.tensor,  # [rows, parts] int64, the key of each part's best entry
     position: tl.tensor,
     positions: tl.tensor,
-    drafts: tl.tensor,  # number of drafts, which are the last positions
     rank: tl.tensor,
     vocab: tl.tensor,
     step: tl.tensor,
-    LOG: tl.constexpr,
-    KEPT: tl.constexpr,
+    DRAWN: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -85,14 +83,9 @@ def _mix(
         values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
-    if LOG:
-        mixture = tl.log(mixture)
-    if KEPT:
-        draft = row * drafts + position - positions + drafts
-        tl.store(probs + draft * vocab + column, mixture, mask=inside)
-    elif LOG:
-        tl.store(probs + row * vocab + column, mixture, mask=inside)
-    if not LOG:
+    if DRAWN:
+        tl.store(drawn + row * vocab + column, tl.log(mixture), mask=inside)
+    else:
         keys = tl.where(inside, pack(mixture, column), NOTHING)
         tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
 
@@ -107,7 +100,7 @@ def _advance(
     tokens: tl.tensor,  # [rows, drafts] int64
     position: tl.tensor,
     positions: tl.tensor,
-    drafts: tl.tensor,
+    drafts: tl.tensor,  # number of drafts, which are the last positions
     rank: tl.tensor,
     step: tl.tensor,
     parts: tl.tensor,
@@ -152,18 +145,20 @@ def draft_chain(
     first_token: torch.Tensor | None,
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference, in float32; float64 goes through the reference. Ties give the lowest id."""
     lead = 0 if first_token is None else 1
     if logits.dtype == torch.float64 or len(logits) == 0 or logits.shape[1] == lead:
-        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
+        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids)
     rows, positions, rank, vocab = logits.shape
-    device, drafts, parts = logits.device, positions - lead, triton.cdiv(vocab, BLOCK_V)
+    device = logits.device
+    drafts = positions - lead
+    parts = triton.cdiv(vocab, BLOCK_V)
     # Evenly spaced lines are read in place: an LM head pads its vocabulary.
     step = logits.stride(2) if rank > 1 else logits.stride(1)
     if logits.stride() != (positions * rank * step, rank * step, step, 1):
-        logits, step = logits.contiguous(), vocab
+        logits = logits.contiguous()
+        step = vocab
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
@@ -172,23 +167,43 @@ def draft_chain(
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
     _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
-    mixed = drafts if with_probs else int(sampling is not None)  # a draw reads what _mix wrote
-    probs = torch.empty(rows, mixed, vocab, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
     first = tokens if first_token is None else first_token.contiguous()
     drawn = None if sampling is None else with_seeds(sampling)
-    shape = {"rank": rank, "positions": positions, "drafts": drafts, "step": step}
+    mixed = best if drawn is None else torch.empty(rows, 1, vocab, dtype=torch.float32, device=device)
+    shape = {"rank": rank, "positions": positions, "step": step}
     for position in range(positions):
         if position >= lead:
             _mix[(rows, parts)](
-                logits, logsumexp, weights, probs, best, position, **shape, vocab=vocab, LOG=drawn is not None,
-                KEPT=with_probs, R=rank, BLOCK=BLOCK_V,
-            )  # fmt: skip
+                logits,
+                logsumexp,
+                weights,
+                mixed,
+                best,
+                position,
+                **shape,
+                vocab=vocab,
+                DRAWN=drawn is not None,
+                R=rank,
+                BLOCK=BLOCK_V,
+            )
             if drawn is not None:
-                draw_entry(probs, drawn, position - lead, tokens, probs if with_probs else None, token_ids)
+                draw_entry(mixed, drawn, position - lead, tokens, token_ids)
         _advance[(rows,)](
-            logits, logsumexp, weights, best, first, tokens, position, **shape, parts=parts, FIRST=position < lead,
-            DRAWN=drawn is not None, R=triton.next_power_of_2(rank), PARTS=padded,
-        )  # fmt: skip
-    return tokens, probs if with_probs else None, weights
+            logits,
+            logsumexp,
+            weights,
+            best,
+            first,
+            tokens,
+            position,
+            **shape,
+            drafts=drafts,
+            parts=parts,
+            FIRST=position < lead,
+            DRAWN=drawn is not None,
+            R=triton.next_power_of_2(rank),
+            PARTS=padded,
+        )
+    return tokens, weights

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
-    """The implementation of a reference for the device of a tensor: `chosen(copy_blocks, cache)(...)`.
+    """The implementation of a reference for the device of a tensor: `chosen(stage, hidden)(...)`.
 
     It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0; else the reference.
     """

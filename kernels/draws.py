@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws from rows of logits with the requests' sampling parameters, and the distributions drawn from."""
+"""Draws from rows of logits with the requests' sampling parameters."""
 
 import torch
 
@@ -11,19 +11,17 @@ def draw_rows(
     logits: torch.Tensor,  # [rows, entries] in any floating-point type
     sampling: Sampling,  # of each row
     token_ids: torch.Tensor | None = None,  # [entries] or [rows, entries] int64, the entries' IDs; None: 0, 1, ...
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """Draw an entry of each row at its temperature, within its top-k and top-p; take the best at temperature 0.
 
     Returns:
-        (entries [rows] int64, INVALID where a row's greatest logit is not finite; the distributions [rows, entries]
-        in float32 or float64 if requested, computed at temperature 1 for rows at temperature 0).
+        [rows] int64, INVALID where a row's greatest logit is not finite.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
     probs = distribution(logits - peak[:, None], sampling)  # raw logits overflow float32 at low temperatures
     entries = torch.where(is_greedy(sampling.temperature), best, draw_as(probs, sampling, token_ids))
-    return torch.where(peak.isfinite(), entries, INVALID), probs if with_probs else None
+    return torch.where(peak.isfinite(), entries, INVALID)
 
 
 def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None) -> torch.Tensor:

@@ -2,8 +2,8 @@
 """A draw from each row of logits in one launch, without a sort.
 
 One program per row. Top-k and top-p keep the entries whose weight reaches a bound, which is searched four bits at a
-time: each read of the row counts what sixteen candidates would keep. Rows without limits are read three times: for the
-peak, for the sum, and for the distribution with an exponential race over it; twice if only the entry is requested.
+time: each read of the row counts what sixteen candidates would keep. Rows without limits are read twice: for the peak,
+and for an exponential race.
 """
 
 import torch
@@ -104,17 +104,14 @@ def _draw(
     ids_stride: tl.tensor,  # from row to row
     tokens: tl.tensor,  # [rows, draws] int64
     token_stride: tl.tensor,
-    probs: tl.tensor,
-    probs_stride: tl.tensor,
     entries: tl.tensor,
-    start: tl.tensor,  # where this draw begins in a line of logits, and of probabilities
+    start: tl.tensor,  # where this draw begins in a line of logits
     number: tl.tensor,  # index of this draw
-    PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_LEAST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    line, out = logits + row * row_stride + start, probs + row * probs_stride + start
+    line = logits + row * row_stride + start
     heat = tl.load(sampling.temperature + row)
     cold = heat < COLDEST
     heat = tl.where(cold, 1.0, heat)
@@ -137,10 +134,8 @@ def _draw(
         if finite & (share < 1.0):
             wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
             floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
-    mass = tl.full((), 1.0, tl.float32)
-    if PROBS:
-        mass = _mass(line, entries, peak, heat, floor, BLOCK)
-    seed, position = tl.load(sampling.seeds + row), tl.load(sampling.positions + row) + number
+    seed = tl.load(sampling.seeds + row)
+    position = tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -149,8 +144,6 @@ def _draw(
         score = (logit - peak) / heat
         weight = tl.exp(score)
         out_of_it = weight < floor
-        if PROBS:
-            tl.store(out + column, tl.where(out_of_it, 0.0, weight / mass), mask=inside)
         ids = column.to(tl.int64)
         if token_ids is not None:
             ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
@@ -162,17 +155,12 @@ def _draw(
     tl.store(tokens + row * token_stride + number, tl.where(finite, token, INVALID))
 
 
-def draw_rows(
-    logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None, with_probs: bool = True
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def draw_rows(logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None) -> torch.Tensor:
     """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
-    rows, entries = logits.shape
-    tokens = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
-    shape = (rows, 1, entries if with_probs else 0)
-    probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(len(logits), 1, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    draw_next(logits.unsqueeze(1), with_seeds(sampling), 0, tokens, probs if with_probs else None, token_ids)
-    return tokens.squeeze(1), probs.squeeze(1) if with_probs else None
+    draw_next(logits.unsqueeze(1), with_seeds(sampling), 0, tokens, token_ids)
+    return tokens.squeeze(1)
 
 
 def with_seeds(sampling: Sampling) -> Sampling:
@@ -188,14 +176,22 @@ def draw_next(
     sampling: Sampling,  # with seeds, at the positions of the first draw
     number: int,  # index of the draw
     tokens: torch.Tensor,  # [rows, draws] int64, output
-    probs: torch.Tensor | None,  # [rows, draws, entries] float32, output; may be the logits
     token_ids: torch.Tensor | None,  # as in draw_rows
 ) -> None:
     """Make one of several draws from each row; see draw_rows."""
+    entries = logits.shape[-1]
     _draw[(len(logits),)](
-        logits, logits.stride(0), sampling, token_ids,
-        0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0), tokens, tokens.stride(0),
-        logits if probs is None else probs, 0 if probs is None else probs.stride(0), logits.shape[-1],
-        number * logits.shape[-1] if logits.shape[1] > 1 else 0, number, PROBS=probs is not None, BLOCK=BLOCK_V,
-        BLOCK_LEAST=BLOCK_S, num_warps=8,
-    )  # fmt: skip
+        logits,
+        logits.stride(0),
+        sampling,
+        token_ids,
+        token_ids.stride(0) if token_ids is not None and token_ids.dim() == 2 else 0,
+        tokens,
+        tokens.stride(0),
+        entries,
+        number * entries if logits.shape[1] > 1 else 0,
+        number,
+        BLOCK=BLOCK_V,
+        BLOCK_LEAST=BLOCK_S,
+        num_warps=8,
+    )

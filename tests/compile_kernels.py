@@ -15,19 +15,14 @@ from triton.runtime.jit import JITFunction
 from vllm_ppd.kernels import (
     acceptance_triton,
     cp_mixture_triton,
-    drafts_triton,
     draws_triton,
     joint_draw_triton,
     joint_triton,
-    paged_copy_triton,
-    shallow_pass_triton,
     staging_triton,
 )
 from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.shallow_pass import PassInputs
 from vllm_ppd.kernels.staging import Staged, StepEnd
-from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
 
 MOST_SHARED = 99 << 10  # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6 and 8.9)
 
@@ -60,24 +55,19 @@ def main() -> None:
     driver.set_active(Target())
     JITFunction.run = compile_only
     index = torch.tensor([1, 2])
-    paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
-    for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
-        unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
     for sampling in (None, sampling_of(2)):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling, torch.arange(5000), False)
+        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling, torch.arange(5000))
     for heads, first in ((2, index), (3, None)):
         joint(2, heads, first)
     drafted(2)
-    draws_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000), False)
+    draws_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
-        hidden, unembedding = (torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (rows, 300))
-        unembed_topk(hidden, unembedding, 1, 0, 300)
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
         weights, first = torch.zeros(rows, 3), torch.arange(rows)
-        cp_mixture_triton.draft_chain(weights, logits, first, sampling_of(rows), torch.arange(5000), False)
+        cp_mixture_triton.draft_chain(weights, logits, first, sampling_of(rows), torch.arange(5000))
         joint(rows, 2, torch.arange(rows))
         drafted(rows)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
@@ -110,19 +100,12 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
 
 
 def drafted(requests: int) -> None:
-    """Stage a step of so many requests, and end their drafts."""
+    """Stage a step of so many requests, and accept the drafts of one."""
     places, integers = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests + 1, dtype=torch.int32)
     hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
     staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024), places)
     end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden, places)
     staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
-    types = (torch.int32, torch.int64, torch.int32, torch.int64)
-    inputs = PassInputs(*(torch.zeros(1024, dtype=dtype) for dtype in types))
-    shallow_pass_triton.begin_pass(places, places, places, 1, 1000, inputs)
-    ids = torch.zeros(requests, 3, dtype=torch.int64)
-    for counts in (None, places):
-        tokens = torch.zeros(1024, 3, dtype=torch.int64)
-        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, torch.zeros(1).long())
     acceptance_triton.accept_drawn(places, places.int(), integers, 4)
 
 

@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,54 +40,6 @@ def same(run: Callable[[], Any], *kernels: str) -> Any:
     return expected
 
 
-def reader() -> None:
-    """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates."""
-    from vllm_ppd.heads.early.module import EarlyHeads
-    from vllm_ppd.kernels.early_topk import merge_topk
-    from vllm_ppd.vllm_plugins.engine.lm_head import LMHead, Unembedding
-    from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
-
-    weight, bias = torch.randn(320, 64), torch.randn(320)
-
-    class Head(LMHead):
-        """A shard of E*, padded with rows that must never win."""
-
-        tp_size, vocab_size = 1, 300
-
-        def __init__(self, start: int = 0, stop: int = 300) -> None:
-            self.vocab_start, self.num_valid, self.shard_size = start, stop - start, stop - start + 20
-            padding = torch.full((20,), 1e4)
-            self.matrix = Unembedding(weight[start : stop + 20].clone(), torch.cat([bias[start:stop], padding]))
-
-        def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
-            logits = torch.nn.functional.linear(hidden, *self.matrix)
-            return logits[:, : self.num_valid] if gather else logits
-
-        def plain(self) -> Unembedding:
-            return self.matrix
-
-    adapter: Any = SimpleNamespace(norm=lambda hidden, residual: (hidden + residual).clone())
-    state = torch.randn(5, 64), torch.randn(5, 64)
-    for heads in (None, EarlyHeads((2, 4), 64), EarlyHeads((2, 4), 64, "classifier", weight[:300])):
-        exits = EarlyReader(adapter, Head(), heads)
-        for parameter in () if heads is None else heads.parameters():
-            parameter.data += 0.1 * torch.randn(parameter.shape)
-        same(lambda exits=exits: exits.greedy(2, state, with_confidence=True), "unembed_topk")
-        same(lambda exits=exits: exits.candidates(4, state, 3), "unembed_topk")
-
-    ranks = [EarlyReader(adapter, Head(*shard), None) for shard in ((0, 170), (170, 300))]
-
-    def exchanged() -> tuple[torch.Tensor, torch.Tensor]:
-        best = [rank._shard_topk(2, state, 3, True) for rank in ranks]
-        values, ids, logsumexps = (torch.stack(parts, dim=1) for parts in zip(*best, strict=True))
-        return merge_topk(values, ids, logsumexps, 3)
-
-    merged = same(exchanged, "unembed_topk")
-    whole = EarlyReader(adapter, Head(), None).candidates(2, state, 3)
-    assert merged[0].tolist() == whole.tolist()
-    used.clear()
-
-
 def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
     from heads_folders import draft
@@ -98,12 +49,9 @@ def heads() -> None:
     from vllm_ppd.heads.dynamo.joint import candidates
     from vllm_ppd.kernels.sampling import Sampling
 
-    head, unembedding = CPHead(48, positions=4, rank=3), torch.randn(300, 48)
-    for parameter in head.parameters():
-        parameter.data += 0.3 * torch.randn(parameter.shape)
+    unembedding = torch.randn(300, 48)
     hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
-    same(lambda: draft(head, hidden, first, unembedding), "draft_chain")
-    for condition in ("token", "chain", "recurrent"):
+    for condition in ("none", "recurrent"):
         head = CPHead(48, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
@@ -129,6 +77,5 @@ def heads() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.inference_mode():
-        for part in (reader, heads):
-            part()
+        heads()
     print("same")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of every kernel and its torch reference.
 
-    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K, hidden 4096
+    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K
     python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny sizes, references only: a dry run
 
 Times are medians of triton.testing.do_bench, which empties the cache before each call; they include a launch, as in a
@@ -24,9 +24,7 @@ from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import Top, back_off, find_peaks
 from vllm_ppd.kernels.joint_draw import draw_ngrams
-from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.unembed_topk import unembed_topk
 
 PAYS = 0.8  # share of torch's time
 
@@ -53,15 +51,9 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Each kernel at a batch size, on random numbers."""
-    v, d, n, r, k = args.vocab, args.hidden, args.positions, args.rank, args.top_k
+    v, n, r, k = args.vocab, args.positions, args.rank, args.top_k
     half: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     size = torch.bfloat16.itemsize
-    hidden, unembedding = torch.randn(batch, d, **half), torch.randn(v, d, **half) * d**-0.5
-    for best in (1, 4):
-        yield Case(
-            f"unembed_topk, k={best}", unembed_topk, (hidden, unembedding, best, 0, v), size * (v * d + batch * d)
-        )
-    del unembedding
     logits = torch.randn(batch, n, r, v, **half)
     weights = torch.zeros(batch, r, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -76,11 +68,6 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     zeros = torch.zeros(batch, device=device)
     likeliest, heat = back_off(peaks, top, zeros, 0.0), Sampling(zeros + 1)
     yield Case("draw_ngrams", draw_ngrams, (joints, likeliest, top, 3, True, heat), 3 * 4 * batch * k**2)
-    heads, block, content = 8, 16, 256
-    caches = [torch.zeros(2 * batch, heads, block, content, **half) for _ in range(args.layers)]
-    source = torch.arange(batch, device=device)
-    moved = 2 * size * batch * heads * block * content * args.layers
-    yield Case("copy_blocks", copy_blocks, (caches, source, source + batch), moved)
 
 
 def measure(case: Case, batch: int, device: torch.device) -> Row:
@@ -105,15 +92,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--only", default="", help="only kernels whose name contains this")
     parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--positions", type=int, default=4, help="positions of the CP head, including the first")
     parser.add_argument("--rank", type=int, default=3, help="experts of the CP head")
     parser.add_argument("--top-k", type=int, default=50, help="of each DynaMo head")
-    parser.add_argument("--layers", type=int, default=32, help="layers whose KV entries are copied")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     if args.cpu:
-        args.batch, args.vocab, args.hidden, args.layers = [1, 3], 1000, 64, 2
+        args.batch = [1, 3]
+        args.vocab = 1000
     elif not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     device = torch.device("cpu" if args.cpu else "cuda")

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from vllm_ppd.kernels.batched_linear import batched_linear
-
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] to [rows, out]
 
 
@@ -57,7 +55,7 @@ def of_experts(state: torch.Tensor, down: Linear | None, up: torch.Tensor | None
     if down is None or up is None:
         return state[:, None]
     thin = down(state).unflatten(-1, (len(up), -1)).transpose(0, 1)
-    return state[:, None] + batched_linear(thin, up.to(thin.dtype)).transpose(0, 1)
+    return state[:, None] + torch.bmm(thin, up.to(thin.dtype).mT).transpose(0, 1)
 
 
 class Recurrence(nn.Module):

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.io import save_heads
-from vllm_ppd.vllm_plugins.engine.lm_head import Unembedding
 
 pytestmark = pytest.mark.engine
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2}
@@ -45,24 +44,25 @@ def phi(made_once: Factory) -> Path:
     return made_once("phi-with-bias", make)
 
 
-def stored(model: Path) -> Unembedding:
-    """The LM head of a checkpoint."""
+def stored(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight [vocabulary, hidden] and bias [vocabulary] of a checkpoint's LM head."""
     tensors = load_file(model / "model.safetensors")
-    return Unembedding(tensors["lm_head.weight"], tensors["lm_head.bias"])
+    return tensors["lm_head.weight"], tensors["lm_head.bias"]
 
 
 def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
     heads = heads_folders.make_heads(tmp_path / "heads", "cp", phi, SIZES)
     options = {"method": "cp", "model": str(heads), "num_speculative_tokens": 2, "draft_vocab_size": 100}
     llm = start_engine(phi, options, dtype="bfloat16")
-    lm_head = stored(phi)
-    host = drafter_of(llm).host
-    rows, bias = host.target.lm_head_rows(torch.arange(tiny.VOCAB))
-    assert torch.equal(rows, lm_head.weight)
-    assert torch.equal(bias, lm_head.bias)
-    shard, bias_of_shard = host.target.lm_head.shard_of_rank(host.vllm_config, host.device)
-    assert torch.equal(shard[: tiny.VOCAB], lm_head.weight)
-    assert torch.equal(bias_of_shard[: tiny.VOCAB], lm_head.bias)
+    weight, stored_bias = stored(phi)
+    speculator = drafter_of(llm)
+    target = speculator.target
+    rows, bias = target.lm_head_rows(torch.arange(tiny.VOCAB))
+    assert torch.equal(rows, weight)
+    assert torch.equal(bias, stored_bias)
+    shard, bias_of_shard = target.lm_head.shard_of_rank(speculator.vllm_config, speculator.device)
+    assert torch.equal(shard[: tiny.VOCAB], weight)
+    assert torch.equal(bias_of_shard[: tiny.VOCAB], stored_bias)
 
 
 @pytest.mark.parametrize("size", [None, 100])
@@ -75,18 +75,18 @@ def test_whole_heads_draft_with_the_bias(phi: Path, tmp_path: Path, size: int | 
     save_heads(tmp_path / "heads", config, tensors)
     options: dict[str, Any] = {"method": "cp", "model": str(tmp_path / "heads"), "draft_vocab_size": size}
     llm = start_engine(phi, options, dtype="bfloat16")
-    host, drafted = drafter_of(llm).host, []
-    stock = host.draft_on_device
+    drafter = drafter_of(llm).drafter
+    drafted = []
+    stock = drafter.propose
 
-    def draft_on_device(*args: Any, **kwargs: Any) -> Any:
-        drafts = stock(*args, **kwargs)
+    def propose(*args: Any) -> Any:
+        drafts = stock(*args)
         drafted.append(drafts.token_ids)
         return drafts
 
-    host.draft_on_device = draft_on_device
+    drafter.propose = propose
     generate(llm, [{"prompt_token_ids": [5, 6, 7]}], greedy(8))
-    bias = stored(phi).bias
-    assert bias is not None
+    _, bias = stored(phi)
     likeliest = int(bias.argmax())
     if size is not None:
         tokens = most_frequent(tensors["token_counts"], size)

@@ -128,4 +128,4 @@ def test_noise_is_vllms() -> None:
     seeds = torch.tensor([5, -(1 << 63), 1 << 40, -7])
     expected = gumbel_sample(logits, rows.int(), heat, seeds, positions, apply_temperature=True, is_drafting=False)
     sampling = Sampling(heat[rows], seeds=seeds[rows], positions=positions)
-    assert draw_rows(logits, sampling)[0].tolist() == expected.tolist()
+    assert draw_rows(logits, sampling).tolist() == expected.tolist()

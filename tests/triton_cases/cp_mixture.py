@@ -12,7 +12,6 @@ from vllm_ppd.kernels.cp_mixture_triton import draft_chain
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -25,15 +24,22 @@ def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -
     return [tensor.to(DEVICE) for tensor in (weights, logits, first)]
 
 
+def seeded(temperature: list[float], **limits: torch.Tensor) -> Sampling:
+    rows = len(temperature)
+    seeds = torch.arange(rows, device=DEVICE) * 977 + 5
+    return Sampling(torch.tensor(temperature, device=DEVICE), **limits, seeds=seeds, positions=3 * seeds)
+
+
 def same(actual: Any, expected: Any) -> None:
+    """Equal tokens, and equal weights of the experts after the last of them."""
     assert actual[0].tolist() == expected[0].tolist()
-    torch.testing.assert_close(actual[1], expected[1], rtol=2e-5, atol=1e-9, equal_nan=True)
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@TYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("rows", "positions", "rank", "vocab"),
-    [(3, 4, 3, 257), (2, 2, 1, 5000), (1, 3, 5, 1), (2, 3, 3, 32_000), (1, 2, 2, 151_936)],
+    [(3, 4, 3, 257), (2, 2, 1, 5000), (1, 3, 5, 1), (1, 2, 2, 151_936)],
 )
 def test_greedy_chains(
     dtype: torch.dtype, rows: int, positions: int, rank: int, vocab: int, monkeypatch: pytest.MonkeyPatch
@@ -50,27 +56,26 @@ def test_greedy_chains(
 def test_chains_without_a_first_token(positions: int) -> None:
     """Every position is drafted, the first one from the weights as they are."""
     weights, logits, _ = case(3, positions, 3, 5000, torch.float32)
-    heat = torch.tensor([0.0, 0.01, 0.0], device=DEVICE)
-    limits = torch.full((3,), 4, device=DEVICE), torch.full((3,), 0.9, device=DEVICE)
-    for sampling in (None, Sampling(heat), Sampling(heat, *limits)):
-        actual = draft_chain(weights, logits, None, sampling)
-        assert actual[1].shape == (3, positions, 5000)
-        same(actual, reference(weights, logits, None, sampling))
+    top_k = torch.full((3,), 4, device=DEVICE)
+    top_p = torch.full((3,), 0.9, device=DEVICE)
+    heat = [0.0, 0.7, 1.2]
+    for sampling in (None, seeded(heat), seeded(heat, top_k=top_k, top_p=top_p)):
+        same(draft_chain(weights, logits, None, sampling), reference(weights, logits, None, sampling))
 
 
 def test_positions_in_turn_are_the_chain() -> None:
     weights, logits, _ = case(3, 3, 3, 70, torch.float32)
-    tokens, probs, _ = reference(weights, logits, None)
+    tokens, _ = reference(weights, logits, None)
     for position in range(3):
         expected = reference(weights, logits[:, position : position + 1], None)
-        token, drawn, weights = draft_chain(weights, logits[:, position : position + 1], None)
-        same((token, drawn), (tokens[:, position : position + 1], probs[:, position : position + 1]))
-        torch.testing.assert_close(weights, expected[2], rtol=2e-5, atol=1e-6)
+        token, weights = draft_chain(weights, logits[:, position : position + 1], None)
+        same((token, weights), (tokens[:, position : position + 1], expected[1]))
 
 
 def test_a_slice_of_the_vocabulary() -> None:
     weights, logits, first = case(3, 3, 3, 300, torch.bfloat16)
-    same(draft_chain(weights, logits[..., :200], first % 200), reference(weights, logits[..., :200], first % 200))
+    some = logits[..., :200]
+    same(draft_chain(weights, some, first % 200), reference(weights, some, first % 200))
 
 
 def test_ties_masks_and_nan() -> None:
@@ -81,41 +86,30 @@ def test_ties_masks_and_nan() -> None:
     logits[2, 1, 1] = float("nan")
     logits[3, :, 0, 7] = float("-inf")
     weights[3] = torch.tensor([0.0, float("-inf")], device=DEVICE)
-    actual = draft_chain(weights, logits, first)
-    same(actual, reference(weights, logits, first))
-    assert actual[0][0].tolist() == [0, 0]
-    assert actual[0][2, 0].item() == INVALID
-    assert actual[1][2, 0].isnan().all()
-    assert (actual[0][1] < 3).all()
+    tokens, _ = draft_chain(weights, logits, first)
+    assert tokens.tolist() == reference(weights, logits, first)[0].tolist()
+    assert tokens[0].tolist() == [0, 0]
+    assert tokens[2, 0].item() == INVALID
+    assert (tokens[1] < 3).all()
 
 
-def test_greedy_rows_beside_sampling_ones() -> None:
+def test_greedy_and_cold_rows_beside_sampling_ones() -> None:
     weights, logits, first = case(4, 3, 3, 70, torch.float32)
-    temperature = torch.tensor([0.0, 1.0, 0.5, 0.9e-5], device=DEVICE)
-    tokens, probs, _ = draft_chain(weights, logits, first, Sampling(temperature))
-    greedy, plain, _ = reference(weights, logits, first)
+    tokens, _ = draft_chain(weights, logits, first, seeded([0.0, 1.0, 0.5, 0.9e-5]))
+    greedy, _ = reference(weights, logits, first)
     for row in (0, 3):
         assert tokens[row].tolist() == greedy[row].tolist()
-        torch.testing.assert_close(probs[row], plain[row], rtol=2e-5, atol=1e-9)
-    torch.testing.assert_close(probs[1, 0], plain[1, 0], rtol=2e-5, atol=1e-9)
-    squared = plain[2, 0] ** 2
-    torch.testing.assert_close(probs[2, 0], squared / squared.sum(), rtol=2e-5, atol=1e-9)
-
-
-def test_a_cold_row_is_still_a_distribution() -> None:
-    weights, logits, first = case(2, 2, 2, 50, torch.float32)
-    tokens, probs, _ = draft_chain(weights, logits, first, Sampling(torch.full((2,), 0.01, device=DEVICE)))
-    assert tokens.tolist() == reference(weights, logits, first)[0].tolist()
-    torch.testing.assert_close(probs.sum(-1), torch.ones(2, 1, device=DEVICE))
+    cold, _ = draft_chain(weights, logits, first, seeded([0.001] * 4))
+    assert cold.tolist() == greedy.tolist()
 
 
 def test_seeds_repeat_and_differ() -> None:
     made = case(8, 4, 2, 60, torch.float32)
-    heat = Sampling(torch.ones(8, device=DEVICE))
-    ids, zeros = torch.randperm(900, device=DEVICE)[:60], torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    ids = torch.randperm(900, device=DEVICE)[:60]
+    zeros = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     runs = []
     for seed in (1, 1, 2):
-        sampling = heat._replace(seeds=zeros + seed, positions=zeros)
-        runs.append(draft_chain(*made, sampling, ids, with_probs=False)[0].tolist())
+        sampling = Sampling(torch.ones(8, device=DEVICE), seeds=zeros + seed, positions=zeros)
+        runs.append(draft_chain(*made, sampling, ids)[0].tolist())
         assert runs[-1] == reference(*made, sampling, ids)[0].tolist()
     assert runs[0] == runs[1] != runs[2]

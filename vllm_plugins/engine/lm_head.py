@@ -2,24 +2,14 @@
 """The target's LM head for drafters, across tensor-parallel ranks: its own, or a copy on another stage."""
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
-from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
-
-
-class Unembedding(NamedTuple):
-    """A rank's shard of an LM head whose logits are exactly its product with the states."""
-
-    weight: torch.Tensor  # [shard_size, hidden], in the states' dtype
-    bias: torch.Tensor | None  # [shard_size]
 
 
 class LMHead(ABC):
@@ -34,10 +24,6 @@ class LMHead(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         """E* h: [rows, vocabulary], or this rank's shard of it."""
-
-    @abstractmethod
-    def plain(self) -> Unembedding | None:
-        """The matrix itself, for kernels that read it; None if logits are not just its product, or if it is packed."""
 
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
@@ -80,17 +66,6 @@ class TargetLMHead(LMHead):
     def bias(self) -> torch.Tensor | None:
         """[shard_size], the parameter itself; None if the LM head has none."""
         return getattr(self.lm_head, "bias", None)
-
-    def plain(self) -> Unembedding | None:
-        """None for a quantised head, for capped or scaled logits, and for a head of another type than the states."""
-        processor, method = self.logits_processor, self.lm_head.quant_method
-        weight = getattr(self.lm_head, "weight", None)
-        product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
-        # Exactly these classes: derived classes may compute something else.
-        unquantised = type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
-        if not product or not unquantised or envs.VLLM_BATCH_INVARIANT or weight is None:
-            return None
-        return Unembedding(weight, self.bias) if processor.head_dtype in (None, weight.dtype) else None
 
     def rows(
         self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
@@ -161,7 +136,3 @@ class CopiedLMHead(LMHead):
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         logits = self.unembedding(hidden) + self.bias
         return self.gather(logits) if gather else logits
-
-    def plain(self) -> Unembedding | None:
-        weight = self.unembedding.plain()
-        return None if weight is None else Unembedding(weight, self.bias)

@@ -26,8 +26,7 @@ def test_extreme_logits_stay_finite() -> None:
     joint.sum().backward()
     assert weights.grad is not None
     assert all(tensor.isfinite().all() for tensor in [*results, weights.grad])
-    tokens, probs, _ = draft_chain(weights, logits, torch.tensor([1, 1]), Sampling(torch.tensor([0.0, 1.0])))
-    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    tokens, _ = draft_chain(weights, logits, torch.tensor([1, 1]), Sampling(torch.tensor([0.0, 1.0])))
     assert tokens.tolist() == [[1, 1], [1, 1]]  # expert 1 alone explains token 1
 
 
@@ -39,9 +38,9 @@ def test_tokens_that_all_experts_rule_out() -> None:
     logits[..., 3] = -math.inf
     for seed in range(20):
         torch.manual_seed(seed)
-        tokens, probs, _ = draft_chain(weights, logits, torch.tensor([3]), Sampling(torch.ones(1)))
-        assert tokens.max() < 3
-        torch.testing.assert_close(probs, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]).expand(1, 2, 4))
+        tokens, after = draft_chain(weights, logits, torch.tensor([3]), Sampling(torch.ones(1)))
+        assert tokens.min() >= 0 and tokens.max() < 3
+        assert after.isfinite().all()
 
 
 def test_half_precision_is_computed_in_float32() -> None:
@@ -56,10 +55,9 @@ def test_low_temperatures_draw_the_best() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 3, 2, 200)
     weights, first = torch.zeros(5, 2).log_softmax(-1), torch.tensor([3, 9, 0, 7, 1])
-    best, *_ = draft_chain(weights, logits, first)
+    best, _ = draft_chain(weights, logits, first)
     for temperature in (0.01, 0.001):
-        tokens, probs, _ = draft_chain(weights, logits, first, Sampling(torch.full((5,), temperature)))
-        torch.testing.assert_close(probs.sum(-1), torch.ones(5, 2))
+        tokens, _ = draft_chain(weights, logits, first, Sampling(torch.full((5,), temperature)))
         assert (tokens == best).float().mean() > 0.7
 
 

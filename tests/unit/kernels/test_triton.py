@@ -48,7 +48,18 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     for module in MODULES:
         names = vars(importlib.import_module(f"vllm_ppd.kernels.{module}_triton"))
         launched = {name for name, value in names.items() if isinstance(value, triton.JITFunction) and name[0] == "_"}
-        helpers = {"_digits", "_kept", "_least", "_mass", "_mixed", "_threshold"}
+        helpers = {
+            "_blurred",
+            "_digits",
+            "_kept",
+            "_least",
+            "_limited",
+            "_marginal",
+            "_mass",
+            "_mixed",
+            "_near",
+            "_threshold",
+        }
         assert {f"{module}_triton.{name}" for name in launched - helpers} <= compiled
 
 
@@ -81,13 +92,13 @@ class OnGPU:
 
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ppd.kernels.paged_copy import copy_blocks
-    from vllm_ppd.kernels.paged_copy_triton import copy_blocks as kernel
+    from vllm_ppd.kernels.staging import stage
+    from vllm_ppd.kernels.staging_triton import stage as kernel
 
     monkeypatch.delenv(SWITCH, raising=False)
-    assert chosen(copy_blocks, torch.ones(1)) is copy_blocks
-    assert chosen(copy_blocks, OnGPU()) is kernel  # type: ignore[arg-type]
+    assert chosen(stage, torch.ones(1)) is stage
+    assert chosen(stage, OnGPU()) is kernel  # type: ignore[arg-type]
     monkeypatch.setenv(SWITCH, "always")
-    assert chosen(copy_blocks, torch.ones(1)) is kernel
+    assert chosen(stage, torch.ones(1)) is kernel
     monkeypatch.setenv(SWITCH, "0")
-    assert chosen(copy_blocks, OnGPU()) is copy_blocks  # type: ignore[arg-type]
+    assert chosen(stage, OnGPU()) is stage  # type: ignore[arg-type]

@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.paged_copy import copy_blocks
-from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
+from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
 
 
 def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
@@ -76,7 +74,7 @@ class KVBlocks:
             target = targets[:, gid].long()
             entries = positions is not None and self.runner.device.type == "cpu"
             if not entries or not names:
-                chosen(copy_blocks, target)([self._blocks(name) for name in names], origin, target)
+                copy_blocks([self._blocks(name) for name in names], origin, target)
                 continue
             assert positions is not None
             size = self.block_sizes[gid]
