@@ -118,26 +118,21 @@ def draft(
     bias: torch.Tensor | None = None,
     sampling: Sampling | None = None,
     embeddings: torch.Tensor | None = None,  # [V, d], which a condition reads
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drafts of positions 2 to n, as draft_chain."""
+) -> torch.Tensor:
+    """Drafts of positions 2 to n [rows, n - 1]."""
     context = None if embeddings is None else embeddings[first][:, None]
-    weights, previous, recurrence = head.log_weights(hidden, context), head.previous, head.recurrence
-    if previous is None and recurrence is None:
+    weights = head.log_weights(hidden, context)
+    recurrence = head.recurrence
+    if recurrence is None:
         logits = head.logits(hidden, unembedding, bias, context)
-        return chosen(draft_chain, logits)(weights, logits, None if head.lead else first, sampling)[:2]
+        return chosen(draft_chain, logits)(weights, logits, first, sampling)[0]
     assert unembedding is not None and embeddings is not None
-    state = hidden if recurrence is None else recurrence.start(hidden)
+    state = recurrence.start(hidden)
 
     def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
         nonlocal state
-        embedded = embeddings[first if before is None else before]
-        if recurrence is not None:
-            state = recurrence(state, embedded)
-            return functional.linear(recurrence.experts(state), unembedding, bias)
-        states = head._unread_states(hidden, context)[:, position]
-        if previous is not None and before is not None:
-            states = states + (embedded @ previous[position - 1].T)[:, None]
-        return functional.linear(states, unembedding, bias)
+        state = recurrence(state, embeddings[first if before is None else before])
+        return functional.linear(recurrence.experts(state), unembedding, bias)
 
     return draft_in_sequence(weights, head.factors, read, sampling)
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
 from vllm_ppd.heads.comma_lists import Integers
 from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
-Condition = Literal["none", "token", "chain", "recurrent"]
+Condition = Literal["none", "recurrent"]
 
 
 class Experts(BaseModel):
@@ -23,9 +23,8 @@ class Experts(BaseModel):
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
     factorised: bool = Field(True, description="W = E* T; otherwise full V x E matrices, as measured in the paper")
     condition: Condition = Field(
-        "token",
-        description="what heads read besides the state: nothing (the paper), the newest token, also each draft, or "
-        "each token through a recurrent state",
+        "recurrent",
+        description="what heads read besides the state: nothing (the paper), or each token through a recurrent state",
     )
     inner_size: int | None = Field(
         None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (default: twice the model's)"
@@ -36,19 +35,26 @@ class Experts(BaseModel):
     expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices by which recurrent experts differ")
     num_speculative_tokens: int
 
+    @field_validator("condition", mode="before")
+    @classmethod
+    def _exists(cls, condition: Any) -> Any:
+        if condition in ("token", "chain"):
+            raise ValueError(
+                f"heads of condition {condition!r} are no longer served; train new heads with --condition recurrent"
+            )
+        return condition
+
     @model_validator(mode="after")
     def _possible(self) -> Experts:
-        if self.condition == "chain" and self.positions < 3:
-            raise ValueError("condition 'chain' reads the previous draft and needs at least 3 positions; use 'token'")
         if self.layers and self.condition != "recurrent":
-            raise ValueError(f"layers={self.layers} need condition 'recurrent', not {self.condition!r}")
+            raise ValueError(f"layers={self.layers} need condition 'recurrent', not 'none'")
         if list(self.layers) != sorted({layer for layer in self.layers if layer > 0}):
             raise ValueError(f"layers={self.layers} must be ascending and at least 1")
         drafts = self.num_speculative_tokens
         if drafts > self.positions - 1:
             raise ValueError(f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not {self.positions}")
-        if self.condition != "none" and not self.factorised:
-            raise ValueError(f"condition {self.condition!r} needs factorised heads; use 'none'")
+        if self.condition == "recurrent" and not self.factorised:
+            raise ValueError("condition 'recurrent' needs factorised heads; use 'none'")
         return self
 
 
@@ -128,18 +134,17 @@ class CPConfig(Experts, HeadsConfig):
         return self
 
     def describe(self) -> str:
-        form = "factorised" if self.factorised else "full"
-        reads = "" if self.condition == "none" else f", condition {self.condition}"
-        if self.condition == "recurrent":
-            layers = "".join(f", {layer}" for layer in self.layers)
-            reads += f" on layers {layers[2:]} and the last" if layers else ""
-            return f"rank {self.rank} over {self.positions} positions{reads}, {self.inner} inner"
-        return f"rank {self.rank} over {self.positions} positions, {form}{reads}"
+        shape = f"rank {self.rank} over {self.positions} positions"
+        if self.condition == "none":
+            return f"{shape}, {'factorised' if self.factorised else 'full'}"
+        layers = ", ".join(str(layer) for layer in self.layers)
+        reads = f" on layers {layers} and the last" if layers else ""
+        return f"{shape}, condition recurrent{reads}, {self.inner} inner"
 
     @property
     def factors(self) -> int:
         """Positions that the experts predict: all, or those after the newest token if the head reads it."""
-        return self.positions - (self.condition != "none")
+        return self.positions if self.condition == "none" else self.positions - 1
 
     @property
     def inner(self) -> int:
@@ -156,44 +161,48 @@ class CPConfig(Experts, HeadsConfig):
         return "token_counts" if self.token_counts else None
 
     def shapes(self) -> Shapes:
-        size, n, r = self.target.hidden_size, self.positions, self.rank
+        size = self.target.hidden_size
+        shapes: Shapes = {"cp.gate": [self.rank, size]}
         if self.condition == "recurrent":
-            inner, counts = self.inner, {"token_counts": [self.target.vocab_size]} if self.token_counts else {}
-            thin = {"down": [r, self.expert_rank, size], "up": [r, size, self.expert_rank]} if r > 1 else {}
-            thin |= {"fuse": [size, (1 + len(self.layers)) * size]} if self.layers else {}
-            matrices = {
-                "token": [size + 2 * inner, size],
-                "inner": [size + 2 * inner, size],
-                "outer": [size, inner],
-            } | thin
-            recurrence = {f"cp.recurrence.{name}": shape for name, shape in matrices.items()}
-            return {"cp.gate": [r, size], "cp.token_gate": [r, size]} | recurrence | counts
-        name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
-        shapes = {"cp.gate": [r, size], name: [self.factors, r, rows, size]}
-        if self.condition != "none":
-            shapes |= {"cp.token_gate": [r, size], "cp.token": [n - 1, size, size]}
-        if self.condition == "chain":
-            shapes["cp.previous"] = [n - 2, size, size]
-        return shapes | ({"token_counts": [self.target.vocab_size]} if self.token_counts else {})
+            shapes["cp.token_gate"] = [self.rank, size]
+            for name, shape in self._recurrence_shapes().items():
+                shapes[f"cp.recurrence.{name}"] = shape
+        elif self.factorised:
+            shapes["cp.transforms"] = [self.factors, self.rank, size, size]
+        else:
+            shapes["cp.classifiers"] = [self.factors, self.rank, self.target.vocab_size, size]
+        if self.token_counts:
+            shapes["token_counts"] = [self.target.vocab_size]
+        return shapes
+
+    def _recurrence_shapes(self) -> Shapes:
+        size = self.target.hidden_size
+        read = [size + 2 * self.inner, size]
+        shapes: Shapes = {"token": read, "inner": read, "outer": [size, self.inner]}
+        if self.rank > 1:
+            shapes["down"] = [self.rank, self.expert_rank, size]
+            shapes["up"] = [self.rank, size, self.expert_rank]
+        if self.layers:
+            shapes["fuse"] = [size, (1 + len(self.layers)) * size]
+        return shapes
 
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """One read of the LM head, which all states share; chain reads it per draft, as each needs the one before.
+        """A recurrent state reads its matrices and the LM head for each draft, as each needs the draft before.
 
-        A transform is read for each expert and position. A condition saves the first position's, and adds a matrix per
-        draft, which all experts share; chain adds one more per draft but the first. A whole classifier is an LM head. A
-        recurrent state reads its matrices per draft, and the LM head as chain does.
+        A transform is read for each expert and position, and the LM head once for all of them. A whole classifier is an
+        LM head.
         """
         if self.condition == "recurrent":
             size = self.target.hidden_size
-            thin = 2 * self.rank * self.expert_rank if self.rank > 1 else 0
-            fused = 1 + len(self.layers) if self.layers else 0  # once per step
-            return Work(0, fused + drafts * (2 + (5 * self.inner + thin) / size), drafts * vocabulary, self.rank)
-        lead, chain = self.positions - self.factors, self.condition == "chain"
-        states = self.rank * (drafts + 1 - lead)
+            matrices = 2 + 5 * self.inner / size
+            if self.rank > 1:
+                matrices += 2 * self.rank * self.expert_rank / size
+            fuse = 1 + len(self.layers) if self.layers else 0  # once per step
+            return Work(0, fuse + drafts * matrices, drafts * vocabulary, self.rank)
+        states = self.rank * (drafts + 1)
         if not self.factorised:
             return Work(0, 0, states * vocabulary)
-        matrices = states + drafts * lead + (drafts - 1) * chain
-        return Work(0, matrices, *((drafts * vocabulary, self.rank) if chain else (vocabulary, states)))
+        return Work(0, states, vocabulary, states)
 
     def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
         return settings_by_drafts(self, parts, greedy)

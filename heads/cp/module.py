@@ -30,16 +30,12 @@ class CPHead(nn.Module):
 
     The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token b that the target samples itself.
 
-    e does not depend on b. A condition lets the head read b, with E the target's input embeddings and x_1 = b:
+    e does not depend on b. With E the target's input embeddings and x_1 = b:
 
-    none    P(x_1..x_n | e) as above; b only moves the weights, as any token does.
-    token   P(x_2..x_n | e, b): factors read E* (T_a^(s) e + U^(s) E[b]), weights softmax(W_h e + W_b E[b]).
-    chain   as token, and from position 3 on the factors also read the token before: + V^(s) E[x_{s-1}].
-    recurrent   a state, s_0 = e, that reads x_1, x_2, ... by the same matrices (recurrence.py): factors read
-            E* (s_{t-1} + A_a B_a s_{t-1}) for x_t; weights as of token.
-
-    With a condition position 1 has no factors: its distribution is the target's own, and b has its effect on the
-    weights through W_b.
+    none        P(x_1..x_n | e) as above; b only moves the weights, as any token does.
+    recurrent   P(x_2..x_n | e, b): a state, s_0 = e, reads x_1, x_2, ... by the same matrices (recurrence.py). Factors
+                read E* (s_{t-1} + A_a B_a s_{t-1}) for x_t. The weights are softmax(W_h e + W_b E[b]). Position 1 has
+                no factors: its distribution is the target's own.
     """
 
     def __init__(
@@ -67,35 +63,41 @@ class CPHead(nn.Module):
             factorised: which form.
             dtype: of the parameters.
             seed: of the noise; None leaves all parameters zero, for those who load them.
-            condition: what the head reads beside e; weights that read tokens start at zero.
+            condition: what the head reads beside e; W_b starts at zero.
             inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None: 2 d).
             layers: whose states it reads, too: wherever hidden is an argument, they follow e, [rows, (1 + layers) d].
         """
         super().__init__()
-        self.positions, self.rank, self.factorised, self.condition = positions, rank, factorised, condition
+        self.positions = positions
+        self.rank = rank
+        self.factorised = factorised
+        self.condition = condition
         self.layers = layers
         self.lead = 0 if condition == "none" else 1
-        rows = hidden_size if factorised or vocab_size is None else vocab_size
 
         def zeros(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, dtype=dtype))
 
-        weights = None if condition == "recurrent" else zeros(self.factors, rank, rows, hidden_size)
         self.gate = zeros(rank, hidden_size)
-        self.transforms = weights if factorised else None
-        self.classifiers = None if factorised else weights
-        self.token_gate = zeros(rank, hidden_size) if self.lead else None
-        self.token = zeros(self.factors, hidden_size, hidden_size) if condition in ("token", "chain") else None
-        self.previous = zeros(self.factors - 1, hidden_size, hidden_size) if condition == "chain" else None
+        self.transforms: nn.Parameter | None = None
+        self.classifiers: nn.Parameter | None = None
+        self.token_gate: nn.Parameter | None = None
         self.recurrence: Recurrence | None = None
         if condition == "recurrent":
+            self.token_gate = zeros(rank, hidden_size)
             inner_size = inner_size or 2 * hidden_size
             self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout, len(layers))
+        elif factorised:
+            self.transforms = zeros(positions, rank, hidden_size, hidden_size)
+        else:
+            assert vocab_size is not None
+            self.classifiers = zeros(positions, rank, vocab_size, hidden_size)
         if seed is not None:
             # Not zeros: with equal weights the balance loss would assign every token to expert 0.
             self._fill_with_noise(self.gate, seed)
-            if factorised and weights is not None:
-                self._fill_with_noise(weights, seed + 1).add_(torch.eye(hidden_size, device=weights.device))
+            if self.transforms is not None:
+                noise = self._fill_with_noise(self.transforms, seed + 1)
+                noise.add_(torch.eye(hidden_size, device=noise.device))
 
     @property
     def factors(self) -> int:
@@ -135,35 +137,24 @@ class CPHead(nn.Module):
         hidden: torch.Tensor,  # [rows, d], normed
         context: torch.Tensor | None = None,  # [rows, tokens, d]: E of the sampled token and the tokens after it
     ) -> torch.Tensor:
-        """T_a^(s) e + U^(s) E[b] + V^(s) E[x_{s-1}], ready for the target's LM head: [rows, factors, r, d].
+        """T_a^(s) e, or the recurrent states of the experts, ready for the target's LM head: [rows, factors, r, d].
 
         Args:
             hidden: e.
-            context: a head that reads one token needs one; chain and recurrent need all but the last of the positions.
+            context: a recurrent head needs all but the last of the positions.
 
         Raises:
             ValueError: if it lacks the tokens that it reads.
         """
-        if self.recurrence is not None:
-            state, outputs = self.recurrence.start(hidden), []
-            for embedded in self._read(context, self.factors)[:, : self.factors].unbind(dim=1):
-                state = self.recurrence(state, embedded)
-                outputs.append(self.recurrence.experts(state))
-            return torch.stack(outputs, dim=1)
-        states = self._unread_states(hidden, context)
-        if self.previous is None:
-            return states
-        before = self._read(context, self.factors)[:, 1 : self.factors].to(self.previous.dtype)
-        shift = torch.bmm(before.transpose(0, 1), self.previous.transpose(1, 2)).transpose(0, 1)
-        return states + functional.pad(shift, (0, 0, 1, 0))[:, :, None]
-
-    def _unread_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-        """The states without their dependence on drafts."""
-        assert self.transforms is not None, "full classifiers have no states"
-        states = self._project(hidden, self.transforms)
-        if self.token is None:
-            return states
-        return states + self._project(self._read(context, 1)[:, 0], self.token)[:, :, None]
+        if self.recurrence is None:
+            assert self.transforms is not None, "full classifiers have no states"
+            return self._project(hidden, self.transforms)
+        state = self.recurrence.start(hidden)
+        outputs = []
+        for embedded in self._read(context, self.factors)[:, : self.factors].unbind(dim=1):
+            state = self.recurrence(state, embedded)
+            outputs.append(self.recurrence.experts(state))
+        return torch.stack(outputs, dim=1)
 
     def _read(self, context: torch.Tensor | None, tokens: int) -> torch.Tensor:
         if context is None or context.shape[1] < tokens:
@@ -285,22 +276,17 @@ def draft_in_sequence(
     read: Callable[[int, torch.Tensor | None], torch.Tensor],
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> torch.Tensor:
     """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain returns them.
 
     Args:
         read: the logits [rows, r, vocab] of draft 0, 1, ..., from the draft before it [rows] (None for the first).
-        log_weights, drafts, sampling, token_ids, with_probs: as of draft_chain.
+        log_weights, drafts, sampling, token_ids: as of draft_chain.
     """
     tokens: list[torch.Tensor] = []
-    distributions: list[torch.Tensor] = []
     for position in range(drafts):
         logits = read(position, tokens[-1] if tokens else None)
         here = None if sampling is None else sampling.ahead(position)
-        token, probs, log_weights = chosen(draft_chain, logits)(
-            log_weights, logits[:, None], None, here, token_ids, with_probs
-        )
+        token, log_weights = chosen(draft_chain, logits)(log_weights, logits[:, None], None, here, token_ids)
         tokens.append(token[:, 0])
-        distributions += [] if probs is None else [probs]
-    return torch.stack(tokens, dim=1), torch.cat(distributions, dim=1) if with_probs else None
+    return torch.stack(tokens, dim=1)

@@ -142,7 +142,6 @@ class CPRecipe(HeadsRecipe):
             {"params": [head.transforms, *recurrence], "peak": learning_rate, "muon": True},
             # Full classifiers are too large for Muon: 5 products of V x d x d each in every step.
             {"params": [head.gate, head.classifiers], "peak": learning_rate, "muon": False},
-            {"params": [head.token, head.previous], "peak": tokens_rate, "muon": True},
             {"params": [head.token_gate], "peak": tokens_rate, "muon": False},
         ]
         for group in groups:
@@ -262,10 +261,10 @@ class CPRecipe(HeadsRecipe):
 
 @torch.no_grad()
 def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
-    """Set the matrices that read states and tokens so that the states are nearest to the target's at each position.
+    """Set the matrices that read states so that the result is nearest to the target's state at each position.
 
-    The state that position s's token is sampled from, h_{t+s-1}, is predicted from h_t, and E[b] and E[x_{s-1}] where
-    the head reads them, by least squares. All experts start there, each with its own noise.
+    Least squares predict h_{t+s-1}, the state that the token of position s is sampled from, from h_t. All experts start
+    there, each with its own noise.
 
     Raises:
         ValueError: if the head is not factorised.
@@ -274,22 +273,12 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
         return _recurrent_start(head.recurrence, rows)
     if head.transforms is None:
         raise ValueError("full classifiers start as the LM head; a regression gives transforms only")
-    d, n = head.gate.shape[1], head.positions
-    tokens = {"none": 0, "token": 1, "chain": n - 1}[head.condition]
-    gram, product = products(
-        (torch.cat([states[:, 0], embedded[:, :tokens].flatten(1)], dim=1).float(), states.float().flatten(1))
-        for states, embedded in rows
-    )
-    device = head.transforms.device
-    for index, position in enumerate(range(head.lead, n)):
-        blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
-        solved = least_squares(gram, product[:, position * d : (position + 1) * d], blocks, d)
-        matrices = [block.T.to(device, head.transforms.dtype) for block in solved.split(d)]
-        head.transforms[index] += matrices[0] - torch.eye(d, device=device)
-        if head.token is not None:
-            head.token[index] = matrices[1]
-        if head.previous is not None and index:
-            head.previous[index - 1] = matrices[2]
+    d = head.gate.shape[1]
+    gram, product = products((states[:, 0].float(), states.float().flatten(1)) for states, _ in rows)
+    identity = torch.eye(d, device=head.transforms.device)
+    for position, transforms in enumerate(head.transforms):
+        solved = least_squares(gram, product[:, position * d : (position + 1) * d], d)
+        transforms += solved.T.to(transforms) - identity
 
 
 def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
@@ -297,7 +286,7 @@ def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
     d = len(recurrence.outer)
     floats = ((states[:, 0].float(), states[:, 1].float(), embedded[:, 0].float()) for states, embedded in rows)
     gram, product = products((torch.cat([normed(s), normed(e)], dim=1), after - s) for s, after, e in floats)
-    solved = least_squares(gram, product, [0, 1], d).split(d)
+    solved = least_squares(gram, product, d).split(d)
     for parameter, matrix in zip((recurrence.inner, recurrence.token), solved, strict=True):
         parameter[:d] = matrix.T.to(parameter)
 
@@ -310,12 +299,17 @@ def products(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
     return gram, product
 
 
-def least_squares(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
-    """Ridge coefficients [blocks * d, d] of states on blocks of inputs, each block penalised by its own scale."""
-    index = torch.cat([torch.arange(block * d, (block + 1) * d) for block in blocks])
-    chosen = gram[index][:, index]
-    scale = chosen.diagonal().view(-1, d).mean(dim=1, keepdim=True).clamp(min=1e-12).expand(-1, d).flatten()
-    return torch.linalg.solve(chosen + PENALTY * scale.diag(), product[index])
+def least_squares(gram: torch.Tensor, product: torch.Tensor, d: int) -> torch.Tensor:
+    """Ridge coefficients [in, out]: each block of d inputs is penalised by its own scale.
+
+    Args:
+        gram: x^T x [in, in].
+        product: x^T y [in, out].
+        d: width of a block.
+    """
+    of_blocks = gram.diagonal().view(-1, d).mean(dim=1).clamp(min=1e-12)
+    penalty = PENALTY * of_blocks.repeat_interleave(d)
+    return torch.linalg.solve(gram + penalty.diag(), product)
 
 
 RECIPE = CPRecipe

@@ -59,7 +59,7 @@ class RecurrentRecipe(CPRecipe):
                 yield torch.cat([start, embedded[:, 0].float()], dim=1), states[:, 1].float()
 
         gram, product = products(pairs())
-        solution = least_squares(gram, product, [0, 1], size)
+        solution = least_squares(gram, product, size)
         scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5  # of u, which the norm scales to 1
         first, token = (matrix.to(target.device, torch.float32) for matrix in solution.split(size))
         later = first.T * (of_start / of_state) ** 0.5  # for a state of the target's scale

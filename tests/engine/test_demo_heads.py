@@ -76,8 +76,6 @@ def monkeypatch_module() -> Any:
 
 WHOLE = 4096  # tokens of the demo model
 READING = {
-    "cp, token": "token",
-    "cp, chain": "chain",
     "cp, recurrent": "recurrent",
 }  # conditions of heads that are fitted here
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -85,8 +83,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
     "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0, "draft_vocab_size": WHOLE},
     "cp, 1024 tokens": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
-    "cp, token": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
-    "cp, chain": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
     "cp, recurrent": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
     "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0, "draft_vocab_size": 1024},
 }

@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 
-CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM head
+RECURRENT = {"rank": 3, "condition": "recurrent", "expert_rank": 4}  # reads input embeddings and the LM head
 LAYERS = {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}
 
 
@@ -31,10 +31,10 @@ def adapter(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Lo
     return LoRARequest("random", 1, str(folder))
 
 
-HEADS = [("cp", CHAIN), ("recurrent", {}), ("cp", LAYERS)]
+HEADS = [("cp", RECURRENT), ("recurrent", {}), ("cp", LAYERS)]
 
 
-@pytest.mark.parametrize(("kind", "how"), full_but(HEADS[:2], HEADS), ids=["chain", "recurrent", "layers"])
+@pytest.mark.parametrize(("kind", "how"), full_but(HEADS[:2], HEADS), ids=["cp", "recurrent", "layers"])
 def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, kind: str, how: dict[str, Any]) -> None:
     """Requests with an adapter beside others without."""
     # vLLM's CPU build gives requests without an adapter the last one's place, which must be empty.
@@ -61,11 +61,11 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, kind
     with counting(base) as seen:
         base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
     assert counts["accepted"] == seen["accepted"] > 0
-    target, hidden, ids = drafter_of(llm).host.target, torch.randn(40, 64), torch.arange(40)
+    target, hidden, ids = drafter_of(llm).target, torch.randn(40, 64), torch.arange(40)
     torch.testing.assert_close(
-        target.lm_head.logits(hidden), drafter_of(base).host.target.lm_head.logits(hidden), rtol=0, atol=1e-5
+        target.lm_head.logits(hidden), drafter_of(base).target.lm_head.logits(hidden), rtol=0, atol=1e-5
     )
-    torch.testing.assert_close(target.embed(ids), drafter_of(base).host.target.embed(ids), rtol=0, atol=0)
+    torch.testing.assert_close(target.embed(ids), drafter_of(base).target.embed(ids), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -18,7 +18,7 @@ from vllm_ppd.kernels import sampling
 pytestmark = pytest.mark.engine
 MORE: dict[str, dict[str, Any]] = METHODS | {
     "classifiers": {"method": "ppd", "gamma": 0.02, "heads": ("early", {"head": "classifier"})},
-    "cp-chain": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"condition": "chain"})},
+    "cp-recurrent": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"condition": "recurrent"})},
     "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": ("recurrent", {"tie_weights": False})},
 }
 

@@ -18,13 +18,10 @@ pytestmark = pytest.mark.engine
 CUT_OFF = {"disable_by_batch_size": 9}
 LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
 CLASSIFIERS, HAND_MADE = ("early", {"head": "classifier"}), ("hand-made", {"exit_layers": (4,), "noise": 0.05})
-# CP heads of experts without a condition, of experts that read the drafts or a state that does, and whole classifiers.
-PLAIN, CHAIN, RECURRENT, WHOLE = (
-    ("cp", {"rank": 3, "condition": "none"}),
-    ("cp", {"rank": 3, "condition": "chain"}),
-    ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4}),
-    ("cp", {"rank": 2, "factorised": False, "condition": "none"}),
-)
+# CP heads of experts without a condition, of a state that reads the drafts, and whole classifiers.
+PLAIN = ("cp", {"rank": 3, "condition": "none"})
+RECURRENT = ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4})
+WHOLE = ("cp", {"rank": 2, "factorised": False, "condition": "none"})
 DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,9 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "exit_layer": 3, **CUT_OFF},
     "cp": {"method": "cp", "heads": PLAIN},
-    "cp-token": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "token"})},
-    "cp-chain": {"method": "cp", "heads": CHAIN},
-    "cp-chain-short": {"method": "cp", "num_speculative_tokens": 2, "draft_vocab_size": 100, "heads": CHAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
     "cp-layers": {"method": "cp", "heads": ("cp", {**RECURRENT[1], "layers": (1, 3)})},
     "cp-recurrent-longer": {"method": "cp", "num_speculative_tokens": 5, "draft_vocab_size": 100, "heads": RECURRENT},
@@ -65,10 +59,9 @@ QUICK = {(name, case) for name in ("middle", "cp") for case in CASES} | {
     ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup", "model_length"),
     ("lookup-adaptive", "more_than_fit"), ("lookup-alone", "batch_16"), ("lookup-alone", "arrivals_and_aborts"),
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
-    ("cp-token", "batch_16"), ("cp-token", "arrivals_and_aborts"), ("cp-chain", "batch_1"), ("cp-chain", "batch_16"),
-    ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),
-    ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"), ("cp-layers", "batch_16"),
-    ("cp-layers", "arrivals_and_aborts"), ("cp-recurrent-longer", "model_length"),
+    ("cp-recurrent", "batch_1"), ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"),
+    ("cp-layers", "batch_16"), ("cp-layers", "arrivals_and_aborts"),
+    ("cp-recurrent-longer", "model_length"), ("cp-recurrent-longer", "more_than_fit"),
     ("recurrent", "batch_16"), ("recurrent", "arrivals_and_aborts"), ("recurrent", "structured_output"),
     ("recurrent-short", "more_than_fit"), ("recurrent-short", "model_length"), ("recurrent-short", "penalties"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
@@ -81,12 +74,14 @@ def test_same_tokens(drafting: Factory, alone: Factory, name: str, case: str) ->
     assert CASES[case](drafting(VARIANTS[name])) == expected
 
 
-@pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-recurrent-longer", "cp-full-short", "dynamo-short"])
+@pytest.mark.parametrize("name", ["cp-short", "cp-recurrent-longer", "cp-full-short", "dynamo-short"])
 def test_draft_vocabulary_is_a_part_of_the_lm_head(drafting: Factory, name: str) -> None:
     """Its logits are those of the whole at its tokens, and nothing else is drafted."""
     llm = drafting(VARIANTS[name])
-    host, hidden = drafter_of(llm).host, torch.randn(5, 64)
-    vocabulary, whole = host.drafter.vocabulary, host.target.lm_head.logits(hidden)
+    speculator = drafter_of(llm)
+    hidden = torch.randn(5, 64)
+    vocabulary = speculator.drafter.vocabulary
+    whole = speculator.target.lm_head.logits(hidden)
     torch.testing.assert_close(vocabulary.logits(hidden), whole[:, vocabulary.token_ids], rtol=0, atol=1e-5)
     assert vocabulary.place_of[vocabulary.token_ids].tolist() == list(range(len(vocabulary.token_ids)))
     with drafts_of(llm) as drafted:
@@ -112,7 +107,7 @@ def drafts_of(llm: Any) -> Iterator[list[list[list[int]]]]:
         yield drafted
 
 
-HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
+HEADS = ["cp", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
 HEADS += ["cp-recurrent", "cp-layers", "cp-recurrent-longer", "recurrent", "recurrent-short"]
 
 
@@ -174,6 +169,6 @@ def test_compiled(alone: Factory, drafting: Factory, name: str) -> None:
     """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = alone("batch_16"), alone("arrivals_and_aborts")
     llm = drafting(VARIANTS[name], enforce_eager=False)
-    cut = getattr(drafter_of(llm).host.target, "cut", None)
+    cut = getattr(drafter_of(llm).target, "cut", None)
     assert cut is None or all(part.compiled for part in cut.compiled)
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected

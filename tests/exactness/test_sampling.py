@@ -65,8 +65,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 5},
     "early-greedy": {"method": "ppd", "exit_layer": 5, "draft_sample_method": "greedy"},
     "cp-short": {"method": "cp", "heads": ("cp", {"condition": "none"}), **SHORT},
-    "cp-token": {"method": "cp", "heads": ("cp", {"condition": "token"})},
-    "cp-chain": {"method": "cp", "heads": ("cp", {"condition": "chain"}), **SHORT},
     "cp-recurrent": {"method": "cp", "heads": ("cp", RECURRENT), **SHORT},
     "recurrent": {"method": "recurrent", "heads": ("recurrent", {}), **SHORT},
     "dynamo": {"method": "dynamo", "eps_b": 0.0, "heads": ("dynamo", {})},
@@ -85,7 +83,7 @@ def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["early", "cp-chain", "cp-recurrent", "dynamo"])
+@pytest.mark.parametrize("name", ["early", "cp-short", "cp-recurrent", "dynamo"])
 def test_distribution_with_top_k_and_top_p(engine: Factory, drafting: Factory, name: str) -> None:
     """Drafts are cut as the request asks; the output's distribution stays the target's."""
     limits, llm = {"top_k": 6, "top_p": 0.9}, drafting(DRAFTERS[name], **BATCH)

@@ -5,9 +5,8 @@
     states   T_a^(s) e of every expert a and position s: one read of the LM head gives all their logits
     chain    b updates the experts' weights, their mixture gives d1, d1 updates the weights, ... (CP heads, section 2.4)
 
-Heads with a condition add U^(s) E[b] to the states, and W_b E[b] to the gate in place of b's update of weights; with
-condition chain also V^(s) E[d_{s-1}], so that each position's logits depend on the previous draft. With condition
-recurrent a state reads b and each draft, by the same matrices whatever the number of drafts (heads/cp/recurrence.py).
+With condition recurrent a state reads b and each draft, by the same matrices whatever the number of drafts
+(heads/cp/recurrence.py), and W_b E[b] joins the gate in place of b's update of weights.
 
 No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of the target.
 """
@@ -76,12 +75,12 @@ class CPDrafter(ChainDrafter):
         self.recurrence = _Recurrence(tensors, target) if heads.condition == "recurrent" else None
         self.tapped = target.tapped_after(heads.layers) if heads.layers else None  # [layers, tokens of the step, d]
         if self.recurrence is None:
-            self._load_matrices(heads, tensors, drafts)
+            self._load_matrices(heads, tensors)
         size = config.draft_vocab_size or target.vocab_size
         self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
 
-    def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor], drafts: int) -> None:
-        """Load the matrices of each draft, and those that read tokens."""
+    def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor]) -> None:
+        """Load the matrices of each expert and position."""
         target, factors = self.target, self.factors
         if heads.factorised:
             weights = tensors["cp.transforms"][:factors]
@@ -90,9 +89,6 @@ class CPDrafter(ChainDrafter):
         else:
             weights = target.lm_head.shard(tensors["cp.classifiers"][:factors])
         self.weights = target.linear(weights.flatten(0, 2))
-        self.token = target.linear(tensors["cp.token"][:drafts].flatten(0, 1)) if self.lead else None
-        chain = heads.condition == "chain"
-        self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]] if chain else []
 
     def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
@@ -104,18 +100,10 @@ class CPDrafter(ChainDrafter):
             assert embedded is not None
             layers = None if self.tapped is None else self.tapped[:, step.places[part]]
             read = self._recurrent(self.recurrence, self.recurrence.start(hidden, layers), embedded)
-            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, False)[0]
-        product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
-        if self.token is not None and embedded is not None:
-            product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
-        if self.previous:
-            read = self._chain(product)
-            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, False)[0]
-        known = first if vocabulary is None else vocabulary.place_of[first]
-        logits = self._logits(product)
-        first_entry = None if self.lead else known
-        drafts = chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, False)
-        entries: torch.Tensor = drafts[0]
+            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids)
+        logits = self._logits(self.weights(hidden).view(len(hidden), self.factors, self.rank, -1))
+        first_entry = first if vocabulary is None else vocabulary.place_of[first]
+        entries, _ = chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids)
         return entries
 
     def _recurrent(self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor) -> ReadLogits:
@@ -125,17 +113,6 @@ class CPDrafter(ChainDrafter):
             nonlocal state
             state = recurrence.advance(state, first if before is None else self._embedded(before))
             return self._logits(recurrence.experts(state))
-
-        return read
-
-    def _chain(self, product: torch.Tensor) -> ReadLogits:
-        """A reader of each draft's logits from its states in product [rows, n, r, d] and from the previous draft."""
-
-        def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
-            states = product[:, position]
-            if before is not None:
-                states = states + self.previous[position - 1](self._embedded(before))[:, None]
-            return self._logits(states)
 
         return read
 

@@ -68,4 +68,4 @@ class RecurrentDrafter(ChainDrafter):
             return (self.target.lm_head.gather(logits) if self.vocabulary is None else logits)[:, None]
 
         alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)  # log weights of a mixture of a single expert
-        return draft_in_sequence(alone, self.drafts, read, sampling, token_ids, False)[0]
+        return draft_in_sequence(alone, self.drafts, read, sampling, token_ids)

@@ -18,7 +18,7 @@ from vllm_ppd.kernels.sampling import Sampling
 ROWS, POSITIONS, RANK, VOCAB, SIZE = 7, 4, 2, 5, 6
 F64 = torch.float64
 # Whole classifiers, and factorised heads by what they read.
-FORMS = pytest.mark.parametrize("form", ["full", "none", "token", "chain", "recurrent", "layers"])
+FORMS = pytest.mark.parametrize("form", ["full", "none", "recurrent", "layers"])
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Made:
         later = tokens[:, self.head.lead :]
         return log_likelihood(self.head, hidden, later, self.unembedding, self.bias, context, chunk)
 
-    def draft(self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None, seed: int = 11) -> tuple[Any, Any]:
+    def draft(self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None, seed: int = 11) -> torch.Tensor:
         torch.manual_seed(seed)
         return draft(self.head, hidden, first, self.unembedding, self.bias, sampling, self.embeddings)
 
@@ -70,12 +70,7 @@ class Made:
                     assert head.classifiers is not None
                     logits = head.classifiers[s, expert] @ hidden
                 else:
-                    state = head.transforms[s, expert] @ hidden
-                    if head.token is not None and read is not None:
-                        state = state + head.token[s] @ read
-                    if head.previous is not None and s:
-                        state = state + head.previous[s - 1] @ self.embeddings[before[s]]
-                    logits = self.unembedding @ state
+                    logits = self.unembedding @ (head.transforms[s, expert] @ hidden)
                 factors.append((logits + self.bias).softmax(0))
             mixed = torch.stack(factors)
             if token is None:
@@ -103,9 +98,9 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     made = Made(form)
     hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
     tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6))
-    drafts, probs = made.draft(hidden, tokens[:, 0])
-    almost_greedy, _ = made.draft(hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6)))
-    assert torch.equal(drafts, almost_greedy) and not probs.requires_grad
+    drafts = made.draft(hidden, tokens[:, 0])
+    almost_greedy = made.draft(hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6)))
+    assert torch.equal(drafts, almost_greedy)
     gradients = []
     for chunk in (100, 1, 3):
         joint, chain = made.likelihood(hidden, tokens, chunk)
@@ -120,9 +115,8 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
             expected = made.conditional(state, text[:s])
             torch.testing.assert_close(chain[row, s - made.head.lead].detach().exp(), expected[text[s]])
         drafted = text[:1]
-        for s in range(POSITIONS - 1):
+        for _ in range(POSITIONS - 1):
             expected = made.conditional(state, drafted)
-            torch.testing.assert_close(probs[row, s], expected)
             drafted = (*drafted, int(expected.argmax()))
         assert tuple(drafts[row].tolist()) == drafted[1:]
 
@@ -139,18 +133,21 @@ def test_the_joint_sums_to_one(form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "temperature", "limits"),
     [
-        ("full", 1.0, {}), ("none", 0.5, {}), ("token", 0.7, {}), ("chain", 0.7, {}), ("none", 0.7, {"top_k": 3}),
-        ("token", 0.7, {"top_p": 0.8}), ("chain", 0.7, {"top_k": 3}), ("chain", 0.7, {"top_p": 0.8}),
+        ("full", 1.0, {}),
+        ("none", 0.5, {}),
+        ("none", 0.7, {"top_k": 3}),
+        ("none", 0.7, {"top_p": 0.8}),
         ("recurrent", 3.0, {}),
+        ("recurrent", 2.0, {"top_k": 4}),
     ],
-)  # fmt: skip
-def test_sampled_drafts_follow_what_they_claim(form: str, temperature: float, limits: dict[str, Any]) -> None:
-    """Chi-square of all (x_2, x_3), at a temperature, cut and not; the claimed q(x) is the formula's."""
+)
+def test_sampled_drafts_follow_the_formula(form: str, temperature: float, limits: dict[str, Any]) -> None:
+    """Chi-square of all (x_2, x_3), at a temperature, cut and not."""
     made, draws, first = Made(form, 3), 20_000, 3
     hidden = seeded(1, SIZE, seed=5, scale=0.2)
     cuts = {name: torch.full((draws,), value) for name, value in limits.items()}
     sampling = Sampling(torch.full((draws,), temperature), **cuts)
-    tokens, probs = made.draft(hidden.expand(draws, -1), torch.full((draws,), first), sampling)
+    tokens = made.draft(hidden.expand(draws, -1), torch.full((draws,), first), sampling)
 
     def cut(before: tuple[int, ...]) -> torch.Tensor:
         sharpened = made.conditional(hidden[0], before) ** (1 / temperature)
@@ -170,9 +167,6 @@ def test_sampled_drafts_follow_what_they_claim(form: str, temperature: float, li
     classes = [torch.cat([values[often], values[~often].sum()[None]]) for values in (counts.double(), expected)]
     observed, wanted = (values if classes[1][-1] else values[:-1] for values in classes)  # the rare ones are a class
     assert chisquare(observed, wanted).pvalue > 1e-3
-    torch.testing.assert_close(probs[0, 0], second)
-    for row in range(20):
-        torch.testing.assert_close(probs[row, 1], cut((first, int(tokens[row, 0]))))
 
 
 def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +244,8 @@ def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(value, tensors[name]) for name, value in again.tensors().items())
     made.head, made.embeddings = again, made.embeddings.to(dtype)
     made.unembedding, made.bias = seeded(VOCAB, SIZE).to(dtype), made.bias.to(dtype)
-    tokens, probs = made.draft(seeded(2, made.size).to(dtype), torch.tensor([0, 1]))
-    assert (tokens.shape, probs.dtype) == ((2, POSITIONS - 1), torch.float32)
+    tokens = made.draft(seeded(2, made.size).to(dtype), torch.tensor([0, 1]))
+    assert tokens.shape == (2, POSITIONS - 1)
     assert CPConfig.model_validate(config.to_json()) == config
     old = config.to_json()
     del old["condition"]

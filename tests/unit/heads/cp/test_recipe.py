@@ -23,9 +23,12 @@ from vllm_ppd.kernels.cp_mixture import balance_loss
 POSITIONS, SIZE = 4, 6
 GIVEN: dict[str, Any] = {"data": ("-",), "out": "-", "rank": 2, "positions": POSITIONS, "stored_dtype": "float32"}
 FULL: dict[str, Any] = {
-    "recipe": "full", "condition": "none", "distillation": 0.0, "positions": 3, "num_speculative_tokens": 2,
-}  # fmt: skip
-CONDITIONS = pytest.mark.parametrize("condition", ["none", "token", "chain"])
+    "recipe": "full",
+    "condition": "none",
+    "distillation": 0.0,
+    "positions": 3,
+    "num_speculative_tokens": 2,
+}
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -40,46 +43,38 @@ def test_cost_of_a_condition() -> None:
     acceptance = {name: {"by_drafts": counts} for name in ("greedy", "T 0.8")}
     parts = CPParts.model_validate({"timing": timing, "acceptance": acceptance})
     costs = {}
-    for condition in ("none", "token", "chain", "recurrent"):
+    for condition in ("none", "recurrent"):
         config = CPConfig(
-            verifier="m", positions=4, rank=2, condition=condition, num_speculative_tokens=3, target=target,
-            inner_size=2 * SIZE, expert_rank=SIZE,
-        )  # fmt: skip
+            verifier="m",
+            positions=4,
+            rank=2,
+            condition=condition,
+            num_speculative_tokens=3,
+            target=target,
+            inner_size=2 * SIZE,
+            expert_rank=SIZE,
+        )
         three = list(config.settings(parts, greedy=True))[2]
         costs[condition] = (three.layers, three.reads, three.rows)
     recurrent = (3 * (2 + 5 * 2 + 2 * 2), 3, 2)  # a draft: V, the gated layer, and two matrices an expert
-    assert costs == {"none": (8, 1, 8), "token": (6 + 3, 1, 6), "chain": (6 + 3 + 2, 3, 2), "recurrent": recurrent}
+    assert costs == {"none": (8, 1, 8), "recurrent": recurrent}
 
 
-@CONDITIONS
-def test_ridge_finds_a_linear_model(condition: Condition) -> None:
-    """States that follow from what the head reads, exactly: the first transforms are the matrices that made them."""
-    head = CPHead(SIZE, POSITIONS, 2, condition=condition)
-    noise = CPHead(SIZE, POSITIONS, 2, condition=condition).transforms
+def test_ridge_finds_a_linear_model() -> None:
+    """The first transforms are the matrices that made the target's states from the one that the head reads."""
+    head = CPHead(SIZE, POSITIONS, 2)
+    noise = CPHead(SIZE, POSITIONS, 2).transforms
     generator = torch.Generator().manual_seed(0)
-    made, read, before = (torch.randn(POSITIONS, SIZE, SIZE, generator=generator) for _ in range(3))
-    hidden, embedded = torch.randn(400, SIZE, generator=generator), torch.randn(400, 3, SIZE, generator=generator) * 0.1
-    states = [hidden]
-    for s in range(1, POSITIONS):
-        later = hidden @ made[s].T
-        if condition != "none":
-            later = later + embedded[:, 0] @ read[s].T
-        if condition == "chain" and s > 1:
-            later = later + embedded[:, s - 1] @ before[s].T
-        states.append(later)
-    rows = torch.stack(states, 1)
-    ridge_start(head, [(rows[:250], embedded[:250]), (rows[250:], embedded[250:])])
-    assert head.transforms is not None and noise is not None
+    made = torch.randn(POSITIONS, SIZE, SIZE, generator=generator)
     made[0] = torch.eye(SIZE)
-    close: dict[str, Any] = {"rtol": 0.02, "atol": 0.02}
-    for index, position in enumerate(range(head.lead, POSITIONS)):
-        for expert in range(2):
-            start = head.transforms[index, expert] - (noise[index, expert] - torch.eye(SIZE))
-            torch.testing.assert_close(start, made[position], **close)
-        if head.token is not None:
-            torch.testing.assert_close(head.token[index], read[position], **close)
-        if head.previous is not None and index:
-            torch.testing.assert_close(head.previous[index - 1], before[position], **close)
+    hidden = torch.randn(400, SIZE, generator=generator)
+    states = torch.stack([hidden @ matrix.T for matrix in made], dim=1)
+    unread = torch.zeros(400, POSITIONS - 1, SIZE)
+    ridge_start(head, [(states[:250], unread[:250]), (states[250:], unread[250:])])
+    assert head.transforms is not None and noise is not None
+    for expert in range(2):
+        start = head.transforms[:, expert] - (noise[:, expert] - torch.eye(SIZE))
+        torch.testing.assert_close(start, made, rtol=0.02, atol=0.02)
 
 
 def recipe_of(model: Path, **options: Any) -> CPRecipe:
@@ -94,9 +89,7 @@ def windows(count: int = 3, length: int = 40) -> Batch:
     return Batch(ids, torch.arange(length).expand(count, -1))
 
 
-@pytest.mark.parametrize(
-    ("condition", "layers"), [("none", ()), ("token", ()), ("chain", ()), ("recurrent", ()), ("recurrent", (1, 4))]
-)
+@pytest.mark.parametrize(("condition", "layers"), [("none", ()), ("recurrent", ()), ("recurrent", (1, 4))])
 @pytest.mark.parametrize("vocabulary", [0, 120])
 def test_loss_is_the_formula(
     tiny_model: Factory, condition: Condition, layers: tuple[int, ...], vocabulary: int
@@ -172,7 +165,7 @@ def test_a_share_of_the_positions(tiny_model: Factory) -> None:
     assert int(recipe.eval().loss(batch)[1]["rows"]) == int(valid.sum())
 
 
-@pytest.mark.parametrize(("condition", "slow"), [("none", 0), ("token", 2), ("chain", 2), ("recurrent", 1)])
+@pytest.mark.parametrize(("condition", "slow"), [("none", 0), ("recurrent", 1)])
 def test_ridge_starts_below_the_identity(tiny_model: Factory, condition: Condition, slow: int) -> None:
     """Nearer to the target's distributions than its own LM head is, before the first step."""
     losses = {}
@@ -240,11 +233,8 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ({"base_start": "random"}, "add --recipe full --start identity"),
         ({"base_start": "random", "recipe": "full"}, "add --recipe full --start identity"),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
-        ({"factorised": False}, "condition 'token' needs factorised heads; use 'none'"),
-        (
-            {"condition": "chain", "positions": 2, "num_speculative_tokens": 1},
-            "needs at least 3 positions; use 'token'",
-        ),
+        ({"factorised": False}, "condition 'recurrent' needs factorised heads; use 'none'"),
+        ({"condition": "chain"}, "no longer served; train new heads with --condition recurrent"),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens=4 needs 5 positions, not 4"),
     ],
 )

@@ -135,7 +135,7 @@ def test_tied_embeddings(train: Train, tmp_path: Path, kind: str) -> None:
         ("cp", {"factorised": False, "condition": "none", "distillation": 0.0}, "joint_nats"),
         ("cp", {"factorised": False, "condition": "none"}, "distilled_nats"),
         ("cp", {"rank": 1, "condition": "none"}, "distilled_nats"),
-        ("cp", {"condition": "chain", "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
+        ("cp", {"condition": "recurrent", "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
         ("cp", {"start": "identity", "position_share": 0.5, "distillation": 0.0}, "joint_nats"),
         ("recurrent", {"start": "random", "inner_size": 48, "tie_weights": False}, "distilled_nats"),
         ("recurrent", {"scale_input": True, "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
