@@ -32,7 +32,7 @@ from vllm_ppd.vllm_plugins.config.options import (
     flag_name,
     parse_options,
 )
-from vllm_ppd.vllm_plugins.config.refusals import of_layers_read, of_scheduling, of_target, refuse
+from vllm_ppd.vllm_plugins.config.refusals import refuse_layers_read, refuse_scheduling, refuse_target
 from vllm_ppd.vllm_plugins.config.resolve import Machine, resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, is_speculator
@@ -151,7 +151,7 @@ def _resolved(
         OptionError, HeadsError: with one line that says what is wrong, where, and what to do instead.
     """
     options = with_default_method(options, parallel_config.pipeline_parallel_size)
-    refuse(of_target(options, model_config, parallel_config, args))
+    refuse_target(options, model_config, parallel_config, args)
     heads = None if options.model is None else _checked_heads(options, model_config)
     config = resolve(
         options,
@@ -160,7 +160,7 @@ def _resolved(
         parallel_config.pipeline_parallel_size,
         Machine.of_platform(),
     )
-    refuse(of_scheduling(config, args))
+    refuse_scheduling(config, args)
     return config
 
 
@@ -191,7 +191,7 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
             "yet, or is stored in another form"
         )
     check_layers(heads, folder, target)
-    refuse(of_layers_read(heads, folder, model_config))
+    refuse_layers_read(heads, folder, model_config)
     check_folder(folder)
     return heads
 

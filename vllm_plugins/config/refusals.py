@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """All refused combinations of options, target, heads and engine arguments, with reasons.
 
-A row is a condition and its message; `refuse` reads the rows in order and raises the first message that applies.
+Each function raises an OptionError for the first combination that it refuses.
 
-Methods that cut the target run its layers outside of vLLM's step, over tokens that the step's metadata does not have:
-settings for a step's tokens (adapters, ranks of a context, recurrent states) do not apply to them. CP heads read a
-hidden state after the step and write nothing.
+Methods that cut the target run its layers outside of vLLM's step, over tokens that the step's
+metadata does not have: settings for a step's tokens (adapters, ranks of a context, recurrent
+states) do not apply to them. CP heads read a hidden state after the step and write nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
@@ -26,220 +25,300 @@ if TYPE_CHECKING:
 
     from vllm_ppd.heads.base import HeadsConfig
 
-Refusals = Iterator[Any]  # of messages, or false values where nothing is refused
 
-
-def refuse(refusals: Refusals) -> None:
-    """Raise the first message.
-
-    Raises:
-        OptionError: with that message.
-    """
-    message = next(filter(None, refusals), None)
-    if message is not None:
-        raise OptionError(message)
-
-
-# fmt: off
-def of_target(
-    options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any
-) -> Refusals:
-    """Refusals for a target, its parallelism and vLLM's EngineArgs."""
+def refuse_target(options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any) -> None:
+    """Refuse a target, its parallelism and vLLM's EngineArgs."""
     method, family = METHODS[options.method], model.architectures[0]
     title, cuts, adapter, on_cpu = method.title, method.cuts, None, platform.is_cpu()
-    yield options.model in METHODS and (
-        f"model={options.model!r} is a method name; leave model out, or give a heads folder")
-    yield options.model is None and method.needs_heads and (
-        f"method {options.method!r} needs heads; give model=DIR, a folder written by `ppd train {method.heads}`")
+    if options.model in METHODS:
+        raise OptionError(f"model={options.model!r} is a method name; leave model out, or give a heads folder")
+    if options.model is None and method.needs_heads:
+        raise OptionError(
+            f"method {options.method!r} needs heads; give model=DIR, a folder written by `ppd train {method.heads}`"
+        )
     if cuts:
-        yield from of_cut(model, title)
+        refuse_cut(model, title)
         adapter = adapter_path(model.architectures)
-    yield method.adds_layers and adapter == TRANSFORMERS and (
-        f"{family} is served by vLLM's Transformers backend, in which {title} cannot add layers; use early or CP heads")
-    yield method.adds_layers and family in NO_TOKEN_HEADS and (
-        f"{family} is not supported with {title}: this family cannot get layers yet; use early or CP heads")
-    yield not platform.is_supported() and (
-        f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
-    yield platform.asks_for_runner_v1() and (
-        "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs on vLLM's model runner V2; leave it out")
-    yield not platform.runs_v2() and (
-        "vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton")
-    yield parallel.data_parallel_size > 1 and model.is_moe and (
-        f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's CPU build does not "
-        "support it (all_gatherv), so it is untested; use --tensor-parallel-size")
-    yield model.has_inner_state and (
-        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {title}: vLLM's CPU build "
-        "keeps rejected drafts in it or needs bfloat16, so outputs could not be compared")
-    yield on_cpu and model.use_mla and (
-        f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build has no operator for tokens "
-        "behind cached ones (gather_and_maybe_dequant_cache)")
-    yield getattr(parallel, "decode_context_parallel_size", 1) > 1 and (
-        f"decode context parallelism is not supported with {title}: vLLM's CPU build has none, so it is untested; "
-        "use --tensor-parallel-size")
-    yield getattr(parallel, "prefill_context_parallel_size", 1) > 1 and (
-        f"prefill context parallelism is not supported with {title}: vLLM's CPU build has none, so it is untested; use "
-        "--tensor-parallel-size")
-    yield model.is_encoder_decoder and (
-        f"encoder-decoder models are not supported with {title}, which drafts for decoders only; start without it")
-    yield getattr(model, "is_diffusion", False) and (
-        f"diffusion models are not supported with {title}: they do not emit one token after another; start without it")
-    yield parallel.use_ubatching and f"micro-batching (--enable-dbo) is not supported with {title}"
-    yield model.enable_prompt_embeds and (
-        f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such prompts have no token IDs to "
-        "draft from")
-    yield model.logits_processors and (
-        "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions")
-    yield model.runner_type != "generate" and "pooling models do not decode; start without a speculative model"
+    if method.adds_layers and adapter == TRANSFORMERS:
+        raise OptionError(
+            f"{family} is served by vLLM's Transformers backend, in which {title} cannot add "
+            "layers; use early or CP heads"
+        )
+    if method.adds_layers and family in NO_TOKEN_HEADS:
+        raise OptionError(
+            f"{family} is not supported with {title}: this family cannot get layers yet; use early or CP heads"
+        )
+    if not platform.is_supported():
+        raise OptionError(f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
+    if platform.asks_for_runner_v1():
+        raise OptionError(
+            "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs on vLLM's "
+            "model runner V2; leave it out"
+        )
+    if not platform.runs_v2():
+        raise OptionError("vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton")
+    if parallel.data_parallel_size > 1 and model.is_moe:
+        raise OptionError(
+            f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's "
+            "CPU build does not support it (all_gatherv), so it is untested; use "
+            "--tensor-parallel-size"
+        )
+    if model.has_inner_state:
+        raise OptionError(
+            "models with a recurrent state (Mamba, gated delta nets) are not supported with "
+            f"{title}: vLLM's CPU build keeps rejected drafts in it or needs bfloat16, so outputs "
+            "could not be compared"
+        )
+    if on_cpu and model.use_mla:
+        raise OptionError(
+            f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build has no "
+            "operator for tokens behind cached ones (gather_and_maybe_dequant_cache)"
+        )
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        raise OptionError(
+            f"decode context parallelism is not supported with {title}: vLLM's CPU build has "
+            "none, so it is untested; use --tensor-parallel-size"
+        )
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise OptionError(
+            f"prefill context parallelism is not supported with {title}: vLLM's CPU build has "
+            "none, so it is untested; use --tensor-parallel-size"
+        )
+    if model.is_encoder_decoder:
+        raise OptionError(
+            f"encoder-decoder models are not supported with {title}, which drafts for decoders only; start without it"
+        )
+    if getattr(model, "is_diffusion", False):
+        raise OptionError(
+            f"diffusion models are not supported with {title}: they do not emit one token after "
+            "another; start without it"
+        )
+    if parallel.use_ubatching:
+        raise OptionError(f"micro-batching (--enable-dbo) is not supported with {title}")
+    if model.enable_prompt_embeds:
+        raise OptionError(
+            f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such "
+            "prompts have no token IDs to draft from"
+        )
+    if model.logits_processors:
+        raise OptionError(
+            "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions"
+        )
+    if model.runner_type != "generate":
+        raise OptionError("pooling models do not decode; start without a speculative model")
     workers = ["auto", WORKER]
     if method.group is not None:
         workers.append(method.group.worker)
-    yield parallel.worker_cls not in workers and (
-        f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own")
-    yield on_cpu and args.enable_batch_sharded_sampling and (
-        "--enable-batch-sharded-sampling is not supported with vllm-ppd on a CPU, for which it has no kernel; leave it "
-        "out")
-    yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
-    yield cuts and args.enable_lora and (
-        f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM sets no adapter; "
-        "merge the adapter first, or use CP heads")
+    if parallel.worker_cls not in workers:
+        raise OptionError(
+            f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own"
+        )
+    if on_cpu and args.enable_batch_sharded_sampling:
+        raise OptionError(
+            "--enable-batch-sharded-sampling is not supported with vllm-ppd on a CPU, for which "
+            "it has no kernel; leave it out"
+        )
+    if args.watermark_config:
+        raise OptionError("watermarking (--watermark-config) is not supported with vllm-ppd")
+    if cuts and args.enable_lora:
+        raise OptionError(
+            f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which "
+            "vLLM sets no adapter; merge the adapter first, or use CP heads"
+        )
 
     transfer, executor = args.kv_transfer_config, parallel.distributed_executor_backend
     if parallel.pipeline_parallel_size > 1:
         instead = "use --tensor-parallel-size"
         within = f"not supported with a worker group, whose stages exchange tokens within a step; {instead}"
         if method.group is None:
-            yield (f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
-                   "--tensor-parallel-size")
-            return
-        yield parallel.pipeline_parallel_size != 2 and (
-            f"a worker group has 2 pipeline stages, not {parallel.pipeline_parallel_size}; use "
-            "--pipeline-parallel-size 2 with --tensor-parallel-size N")
-        yield options.gamma > 0 and (
-            f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by "
-            "starting an uncertain token; leave it out")
-        yield adapter == TRANSFORMERS and (
-            f"{family} is served by vLLM's Transformers backend, whose first pipeline stage cannot hold an LM head; "
-            f"{instead}")
-        yield adapter == GRANITE and (
-            f"{family} has no residual beside its hidden states, which the stages of a worker group exchange; "
-            f"{instead}")
-        yield model.is_multimodal_model and (
-            f"multimodal models are not supported with a worker group, whose stages exchange only token IDs; {instead}"
+            raise OptionError(
+                f"pipeline parallelism is not supported with method {options.method!r}; use "
+                "method 'ppd' or --tensor-parallel-size"
+            )
+        if parallel.pipeline_parallel_size != 2:
+            raise OptionError(
+                f"a worker group has 2 pipeline stages, not {parallel.pipeline_parallel_size}; use "
+                "--pipeline-parallel-size 2 with --tensor-parallel-size N"
+            )
+        if options.gamma > 0:
+            raise OptionError(
+                f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle "
+                "stage loses nothing by starting an uncertain token; leave it out"
+            )
+        if adapter == TRANSFORMERS:
+            raise OptionError(
+                f"{family} is served by vLLM's Transformers backend, whose first pipeline stage "
+                f"cannot hold an LM head; {instead}"
+            )
+        if adapter == GRANITE:
+            raise OptionError(
+                f"{family} has no residual beside its hidden states, which the stages of a worker "
+                f"group exchange; {instead}"
+            )
+        if model.is_multimodal_model:
+            raise OptionError(
+                "multimodal models are not supported with a worker group, whose stages exchange "
+                f"only token IDs; {instead}"
+            )
+        if parallel.data_parallel_size > 1:
+            raise OptionError("data parallelism is not supported with a worker group")
+        if executor == "external_launcher":
+            raise OptionError("the external_launcher executor is not supported with a worker group; use mp or ray")
+        if executor == "ray" and platform.older_ray_executor():
+            raise OptionError(
+                "vLLM's older Ray executor is not supported with a worker group: its first stage "
+                "never samples; leave out VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
+            )
+        if transfer:
+            raise OptionError(f"KV connectors (--kv-transfer-config) are {within}")
+        if args.kv_offloading_size:
+            raise OptionError(f"KV offloading (--kv-offloading-size) is {within}")
+        if args.enable_sleep_mode:
+            raise OptionError(
+                "sleep mode (--enable-sleep-mode) is not supported with a worker group: its "
+                f"stages keep their own states; {instead}"
+            )
+        if args.scheduler_cls not in (None, method.group.scheduler):
+            raise OptionError(
+                f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} cannot be "
+                "combined with a worker group, which needs its own"
+            )
+    if cuts and transfer and platform.connector_works_by_layers(transfer):
+        raise OptionError(
+            f"this KV connector moves KV layer by layer, which is not supported with {title}: not "
+            "every layer runs in every step; use a connector that moves blocks, or CP heads"
         )
-        yield parallel.data_parallel_size > 1 and "data parallelism is not supported with a worker group"
-        yield executor == "external_launcher" and (
-            "the external_launcher executor is not supported with a worker group; use mp or ray")
-        yield executor == "ray" and platform.older_ray_executor() and (
-            "vLLM's older Ray executor is not supported with a worker group: its first stage never samples; leave out "
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0")
-        yield transfer and f"KV connectors (--kv-transfer-config) are {within}"
-        yield args.kv_offloading_size and f"KV offloading (--kv-offloading-size) is {within}"
-        yield args.enable_sleep_mode and (
-            f"sleep mode (--enable-sleep-mode) is not supported with a worker group: its stages keep their own "
-            f"states; {instead}")
-        yield args.scheduler_cls not in (None, method.group.scheduler) and (
-            f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} cannot be combined with a worker "
-            "group, which needs its own")
-    yield cuts and transfer and platform.connector_works_by_layers(transfer) and (
-        f"this KV connector moves KV layer by layer, which is not supported with {title}: not every layer runs in "
-        "every step; use a connector that moves blocks, or CP heads")
 
 
-def of_cut(model: ModelConfig, cutting: str) -> Refusals:
-    """Refusals of targets that cannot be cut at a layer, for a method or heads that cut them."""
-    adapter = None
+def refuse_cut(model: ModelConfig, cutting: str) -> None:
+    """Refuse targets that cannot be cut at a layer, for a method or heads that cut them."""
     try:
         adapter = adapter_path(model.architectures)
     except ValueError as error:
-        yield str(error)
-    yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
-        f"vLLM's Transformers backend is not supported with this family and {cutting}; leave out --model-impl")
+        raise OptionError(str(error)) from None
+    if model.using_transformers_backend() != (adapter == TRANSFORMERS):
+        raise OptionError(
+            f"vLLM's Transformers backend is not supported with this family and {cutting}; leave out --model-impl"
+        )
 
 
-def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refusals:
-    """Refusals of targets that cannot provide the states of the layers that CP heads read."""
+def refuse_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> None:
+    """Refuse targets that cannot provide the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
         reading = f"heads that read layers {', '.join(map(str, layers))}, as those in {quoted(folder)}"
-        yield from of_cut(model, reading)
-        yield model.is_multimodal_model and (
-            f"multimodal models are not supported with {reading}; train them without --layers")
+        refuse_cut(model, reading)
+        if model.is_multimodal_model:
+            raise OptionError(f"multimodal models are not supported with {reading}; train them without --layers")
 
 
-def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:
-    """Refusals of options that contradict each other, the heads, or the target's layers."""
+def refuse_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> None:
+    """Refuse options that contradict each other, the heads, or the target's layers."""
     given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)
     last, half = config.num_layers - 1, (config.num_layers + 1) // 2
     if heads is not None:
-        yield heads.max_drafts is not None and config.num_speculative_tokens > heads.max_drafts and (
-            f"num_speculative_tokens={config.num_speculative_tokens} is more than the {heads.max_drafts} drafts that "
-            f"the heads in {folder} make")
-        drafted, all_tokens = f"draft_vocab_size={options.draft_vocab_size}", heads.target.vocab_size
-        yield (options.draft_vocab_size or 0) > all_tokens and (
-            f"{drafted} is more than the model's vocabulary of {all_tokens}")
+        if heads.max_drafts is not None and config.num_speculative_tokens > heads.max_drafts:
+            raise OptionError(
+                f"num_speculative_tokens={config.num_speculative_tokens} is more than the "
+                f"{heads.max_drafts} drafts that the heads in {folder} make"
+            )
+        drafted, all_tokens = (
+            f"draft_vocab_size={options.draft_vocab_size}",
+            heads.target.vocab_size,
+        )
+        if (options.draft_vocab_size or 0) > all_tokens:
+            raise OptionError(f"{drafted} is more than the model's vocabulary of {all_tokens}")
         instead = "leave it out" if heads.names_target else "run `ppd calibrate` on them first"
-        yield config.draft_vocab_size and heads.counts_tensor is None and (
-            f"{drafted} needs token counts, which the heads in {folder} do not have; {instead}")
-        yield config.draft_vocab_size and not config.verify and (
-            f"{drafted} would limit the output, as drafts are not verified; leave it out")
+        if config.draft_vocab_size and heads.counts_tensor is None:
+            raise OptionError(f"{drafted} needs token counts, which the heads in {folder} do not have; {instead}")
+        if config.draft_vocab_size and not config.verify:
+            raise OptionError(f"{drafted} would limit the output, as drafts are not verified; leave it out")
 
     outside = [layer for layer in exits if not 1 <= layer <= last]
-    yield outside and (
-        f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has {config.num_layers} layers")
+    if outside:
+        raise OptionError(
+            f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has {config.num_layers} layers"
+        )
     with_head = getattr(heads, "exit_layers", exits)
     headless = [layer for layer in exits if layer not in with_head]
-    yield headless and "exit_layer" not in given and (
-        f"the heads in {folder} have no exit in {half}..{last}, where a worker group's stages can be split; train one "
-        "there, or leave the heads out")
-    yield headless and (
-        f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
-        f"{', '.join(map(str, with_head))}")
-    yield len(exits) > 1 and (
-        f"exit_layer={','.join(map(str, exits))} names several layers, of which a step can use one; give one of them")
-    yield config.stages > 1 and exits[0] < half and (
-        f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
+    if headless and "exit_layer" not in given:
+        raise OptionError(
+            f"the heads in {folder} have no exit in {half}..{last}, where a worker group's stages "
+            "can be split; train one there, or leave the heads out"
+        )
+    if headless:
+        raise OptionError(
+            f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
+            f"{', '.join(map(str, with_head))}"
+        )
+    if len(exits) > 1:
+        raise OptionError(
+            f"exit_layer={','.join(map(str, exits))} names several layers, of which a step can "
+            "use one; give one of them"
+        )
+    if config.stages > 1 and exits[0] < half:
+        raise OptionError(
+            f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}"
+        )
 
     # Tokens of a group and unverified tokens are final.
     final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
-    yield final and options.adaptive and "adaptive" in given and (
-        f"adaptive has no effect with {final}: no drafted token is rejected there; leave it out")
-    yield final and "draft_sample_method" in given and (
-        f"draft_sample_method has no effect with {final}, which verifies no draft; leave it out")
-    yield final and options.prompt_lookup_min is not None and (
-        f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {final}; leave it out")
-    yield config.stages == 1 and options.candidates > 1 and (
-        f"candidates={options.candidates} needs pipeline stages; give --pipeline-parallel-size 2, or leave "
-        "candidates out")
+    if final and options.adaptive and "adaptive" in given:
+        raise OptionError(f"adaptive has no effect with {final}: no drafted token is rejected there; leave it out")
+    if final and "draft_sample_method" in given:
+        raise OptionError(f"draft_sample_method has no effect with {final}, which verifies no draft; leave it out")
+    if final and options.prompt_lookup_min is not None:
+        raise OptionError(f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {final}; leave it out")
+    if config.stages == 1 and options.candidates > 1:
+        raise OptionError(
+            f"candidates={options.candidates} needs pipeline stages; give "
+            "--pipeline-parallel-size 2, or leave candidates out"
+        )
 
 
-def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
-    """Refusals of vLLM's EngineArgs that drafts, or a worker group, do not support."""
+def refuse_scheduling(config: DraftingConfig, args: Any) -> None:
+    """Refuse vLLM's EngineArgs that drafts, or a worker group, do not support."""
     drawn = config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
-    yield args.use_fp64_gumbel and drawn and (
-        "--use-fp64-gumbel is not supported with sampled drafts: they are drawn with float32 random "
-        "numbers, so hardly any would be accepted; leave it out, or set draft_sample_method greedy")
+    if args.use_fp64_gumbel and drawn:
+        raise OptionError(
+            "--use-fp64-gumbel is not supported with sampled drafts: they are drawn with float32 "
+            "random numbers, so hardly any would be accepted; leave it out, or set "
+            "draft_sample_method greedy"
+        )
     if config.stages > 1:
-        yield args.async_scheduling and (
-            "--async-scheduling is not supported with a worker group, whose steps emit several tokens; leave it out")
+        if args.async_scheduling:
+            raise OptionError(
+                "--async-scheduling is not supported with a worker group, whose steps emit several tokens; leave it out"
+            )
         split = os.environ.get(PARTITION)
-        yield split is not None and split != config.partition and (
-            f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker group, {config.partition}: "
-            "unset it, or set exit_layer")
-        yield from of_candidates(config, args.max_num_seqs)
+        if split is not None and split != config.partition:
+            raise OptionError(
+                f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker "
+                f"group, {config.partition}: unset it, or set exit_layer"
+            )
+        refuse_candidates(config, args.max_num_seqs)
 
 
-def of_complete_config(config: DraftingConfig) -> Refusals:
-    """Refusals of settings that vLLM decides last: it turns breakable graphs on for some models and for invariance."""
-    yield config.cuts and platform.breakable_graphs() and (
-        f"breakable CUDA graphs are not supported with method {config.method!r}, which runs parts of the target; set "
-        "VLLM_USE_BREAKABLE_CUDAGRAPH=0 (unset, vLLM may turn them on)")
+def refuse_complete_config(config: DraftingConfig) -> None:
+    """Refuse settings that vLLM decides last: it turns breakable graphs on for some models and for
+    invariance.
+    """
+    if config.cuts and platform.breakable_graphs():
+        raise OptionError(
+            f"breakable CUDA graphs are not supported with method {config.method!r}, which runs "
+            "parts of the target; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 (unset, vLLM may turn them "
+            "on)"
+        )
 
 
-def of_candidates(config: DraftingConfig, max_num_seqs: int | None) -> Refusals:
-    """Refusal of more candidates than a GPU's attention backends have rows for in their buffers."""
+def refuse_candidates(config: DraftingConfig, max_num_seqs: int | None) -> None:
+    """Refuse more candidates than a GPU's attention backends have rows for in their buffers."""
     if max_num_seqs is not None and not platform.is_cpu():
         requests = min(config.disable_by_batch_size or 1, max_num_seqs)
         needed = config.candidates * requests
-        yield needed > max_num_seqs and (
-            f"candidates={config.candidates} for {requests} requests need --max-num-seqs {needed}, not {max_num_seqs}; "
-            "raise it, or lower candidates or disable_by_batch_size")
+        if needed > max_num_seqs:
+            raise OptionError(
+                f"candidates={config.candidates} for {requests} requests need --max-num-seqs "
+                f"{needed}, not {max_num_seqs}; raise it, or lower candidates or "
+                "disable_by_batch_size"
+            )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
-from vllm_ppd.vllm_plugins.config.refusals import of_options, refuse
+from vllm_ppd.vllm_plugins.config.refusals import refuse_options
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
@@ -83,7 +83,7 @@ def resolve(
         values["drafts_by_batch_size"] = _calibrated_drafts(heads, machine.device)
 
     config = DraftingConfig.model_construct(**values)
-    refuse(of_options(options, config, heads))
+    refuse_options(options, config, heads)
     return config
 
 

@@ -60,29 +60,48 @@ class DraftingConfig(DraftingOptions):
 
     def summary(self) -> str:
         """The start-up line: method, layers, heads and limits of drafting."""
-        group, exits = self.stages > 1, "/".join(map(str, self.exit_layer or ()))
-        if group:
-            where = f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers, "
-            where += f"{self.candidates} candidate{'s' * (self.candidates > 1)}"
-            drafts = f"{self.num_speculative_tokens + 1} micro-steps a step"
-        else:
-            where = f"exit layer {exits} of {self.num_layers}" if exits else ""
-            drafts = f"{'up to ' * self.adaptive}{self.num_speculative_tokens} drafts"
-            drafts += f"{' by batch size' * bool(self.drafts_by_batch_size)} ({self.draft_sample_method})"
-        lookup = f"prompt lookup from {self.prompt_lookup_min} tokens on"
-        about_heads = f" ({self.heads_summary})" if self.heads_summary else ""
-        without = "no heads (final norm and LM head of the target)"
+        parts = [*self._place(), self._heads(), self._drafts(), *self._limits()]
+        cut_off = "none"
+        if self.disable_by_batch_size:
+            cut_off = f"above {self.disable_by_batch_size} requests"
+        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-off: {cut_off}"
+
+    def _place(self) -> list[str]:
+        if self.stages > 1:
+            layers = self.partition.replace(",", " and ")
+            candidates = "1 candidate" if self.candidates == 1 else f"{self.candidates} candidates"
+            return [f"worker group over 2 pipeline stages of {layers} layers", candidates]
+        if self.exit_layer is None:
+            return []
+        exits = "/".join(str(layer) for layer in self.exit_layer)
+        return [f"exit layer {exits} of {self.num_layers}"]
+
+    def _heads(self) -> str:
+        if self.model:
+            about = f" ({self.heads_summary})" if self.heads_summary else ""
+            return f"heads {self.model}{about}"
         if self.spec.looks_up_alone:
-            without = "no heads (train some, or set exit_layer for early drafting without heads)"
-        parts = (
-            where,
-            f"heads {self.model}{about_heads}" if self.model else without,
-            drafts,
-            lookup if self.prompt_lookup_min else "",
-            f"draft vocabulary {self.draft_vocab_size}" if self.draft_vocab_size else "",
-            f"gamma {self.gamma:g}" if exits and not group else "",
-            "" if self.eps_b is None else f"eps_b {self.eps_b:g}",
-        )
-        limit = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
-        drafting = ", ".join(filter(None, parts))
-        return f"drafting with method {self.method}: {drafting}, batch cut-off: {limit}"
+            return "no heads (train some, or set exit_layer for early drafting without heads)"
+        return "no heads (final norm and LM head of the target)"
+
+    def _drafts(self) -> str:
+        if self.stages > 1:
+            return f"{self.num_speculative_tokens + 1} micro-steps a step"
+        drafts = f"{self.num_speculative_tokens} drafts"
+        if self.adaptive:
+            drafts = f"up to {drafts}"
+        if self.drafts_by_batch_size:
+            drafts += " by batch size"
+        return f"{drafts} ({self.draft_sample_method})"
+
+    def _limits(self) -> list[str]:
+        limits = []
+        if self.prompt_lookup_min:
+            limits.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
+        if self.draft_vocab_size:
+            limits.append(f"draft vocabulary {self.draft_vocab_size}")
+        if self.exit_layer and self.stages == 1:
+            limits.append(f"gamma {self.gamma:g}")
+        if self.eps_b is not None:
+            limits.append(f"eps_b {self.eps_b:g}")
+        return limits

@@ -10,7 +10,7 @@ from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
-from vllm_ppd.vllm_plugins.config.refusals import of_complete_config, refuse
+from vllm_ppd.vllm_plugins.config.refusals import refuse_complete_config
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -50,7 +50,7 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
     config = active_config(vllm_config)
     if config is not None:
         with refusals_without_traceback():
-            refuse(of_complete_config(config))
+            refuse_complete_config(config)
     return vllm_config
 
 

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.refusals import of_candidates, refuse
+from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
 from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed, sees_each_token
 
 PLACEHOLDER = 0
@@ -26,7 +26,7 @@ class GroupScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
-        refuse(of_candidates(config, self.max_num_running_reqs))  # a default is not known earlier
+        refuse_candidates(config, self.max_num_running_reqs)  # a default is not known earlier
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
         # vLLM pads a request with one token to compute, unless drafts depend on the batch size. The

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
-from vllm_ppd.vllm_plugins.config.refusals import of_candidates, of_scheduling, refuse
+from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates, refuse_scheduling
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 
@@ -253,10 +253,10 @@ def test_more_candidates_than_a_gpu_has_room_for(
     monkeypatch: pytest.MonkeyPatch, candidates: int, rows: int, message: str | None
 ) -> None:
     config = resolve(parse_options({"candidates": candidates}), 6, stages=2)
-    refuse(of_candidates(config, rows))  # a CPU's backend has no buffers of a row a candidate
+    refuse_candidates(config, rows)  # a CPU's backend has no buffers of a row a candidate
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with refused(message):
-        refuse(of_candidates(config, rows))
+        refuse_candidates(config, rows)
 
 
 def test_machines_without_runner_v2(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_machines_without_runner_v2(tiny_model: Factory, monkeypatch: pytest.Mon
 def test_engine_arguments(tiny_model: Factory) -> None:
     def check(options: dict[str, Any], message: str | None = None, **settings: Any) -> None:
         with refused(message):
-            refuse(of_scheduling(resolve(parse_options(options), 12), EngineArgs(model=str(tiny_model()), **settings)))
+            refuse_scheduling(resolve(parse_options(options), 12), EngineArgs(model=str(tiny_model()), **settings))
 
     check({"method": "cp"}, async_scheduling=True)
     check({"method": "cp"}, "^--use-fp64-gumbel is not supported with sampled drafts", use_fp64_gumbel=True)
