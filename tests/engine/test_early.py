@@ -76,7 +76,7 @@ def test_shallow_work_is_not_done_twice(engine: Factory, modes: Counter[str], mo
 def test_a_captured_pass_attends_to_the_whole_sequence(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
     speculator = drafter_of(engine(EARLY))
-    passes, staging, rows, device = speculator.passes, speculator.host.staging, 2, speculator.device
+    passes, staging, rows, device = speculator.passes, speculator.staging, 2, speculator.device
     builder = type(speculator.attn_groups[0][0].get_metadata_builder())
     monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
     passes.prepare_capture(rows)

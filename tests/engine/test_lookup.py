@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup, row by row beside the method's drafts; the output stays the target's."""
 
-from typing import Any
-
 import pytest
 import torch
 from cases import generate, greedy, prompts
@@ -10,7 +8,7 @@ from conftest import Factory, counting, full_but, runner_of
 from methods import METHODS
 from test_drafts_that_pay import follow, lookup_of
 
-from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
+from vllm_ppd.vllm_plugins.engine.drafter import Drafts, LookedUp
 from vllm_ppd.vllm_plugins.engine.v2.lookup import LONGEST
 
 pytestmark = pytest.mark.engine
@@ -67,21 +65,22 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
 ) -> None:
     llm = drafting(METHODS["cp"] | LOOKUP)
     speculator, states = runner_of(llm).speculator, runner_of(llm).req_states
-    stock, rows_seen = speculator.host.draft_on_device, [0, 0]
+    stock = speculator._keep
+    rows_seen = [0, 0]
 
-    def draft_on_device(requests: int, sampled: bool, looked_up: LookedUp) -> Any:
-        stock(requests, sampled)
+    def keep(drafts: Drafts, looked_up: LookedUp) -> None:
+        stock(drafts, None)
+        requests = len(drafts.token_ids)
         own_drafts = speculator.draft_tokens[:requests].clone()
-        drafts = stock(requests, sampled, looked_up)
-        rows = speculator.host.staging.rows[:requests].tolist()
+        stock(drafts, looked_up)
+        rows = speculator.staging.rows[:requests].tolist()
         for row, own, made in zip(rows, own_drafts, speculator.draft_tokens, strict=False):
             if row >= 0:
                 text = states.all_token_ids.gpu[row, : int(states.total_len.gpu[row])].tolist()
                 match = followed(text, LOOKUP["prompt_lookup_min"])[: len(made)]
                 rows_seen[bool(match)] += 1
                 assert made[: len(match)].tolist() == match if match else torch.equal(own, made)
-        return drafts
 
-    monkeypatch.setattr(speculator.host, "draft_on_device", draft_on_device)
+    monkeypatch.setattr(speculator, "_keep", keep)
     generate(llm, [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)], greedy(12))
     assert min(rows_seen) > 3

@@ -48,12 +48,12 @@ def buffers_of(llm: Any) -> list[torch.Tensor]:
 
 def check_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's memory profile drafts for every bucket of batch sizes, drawn or not; no sample depends on it."""
-    drafter, seen = drafter_of(llm).host.drafter, set()
+    drafter, seen = drafter_of(llm).drafter, set()
     stock = drafter.propose
 
-    def propose(step: Any) -> Any:
+    def propose(step: Any, first_stack: Any) -> Any:
         seen.add((len(step.newest_ids), step.sampling is None))
-        return stock(step)
+        return stock(step, first_stack)
 
     with monkeypatch.context() as patched:
         patched.setattr(drafter, "propose", propose)

@@ -37,7 +37,7 @@ def test_drafts_are_the_formula(
         tensors = {name: tensor.where((counts > 0)[:, None], -1e3) if name.startswith("head") else tensor
                    for name, tensor in tensors.items()}  # fmt: skip
     llm = engine({"model": str(folder), **options})
-    drafter, seen = drafter_of(llm).host.drafter, []
+    drafter, seen = drafter_of(llm).drafter, []
     propose = drafter.propose
 
     def spied(step: Any) -> Any:

@@ -28,7 +28,7 @@ def other(made_once: Factory) -> Path:
 @pytest.mark.parametrize("way", WAYS)
 def test_draft_vocabulary_follows(tiny_model: Factory, with_heads: Factory, other: Path, way: str) -> None:
     llm = start_engine(tiny_model(), with_heads(MORE["cp"]))
-    vocabulary = drafter_of(llm).host.drafter.vocabulary
+    vocabulary = drafter_of(llm).drafter.vocabulary
     states = torch.randn(5, 64)
     for model in (tiny_model(), other):
         expected = states @ load_file(model / "model.safetensors")["lm_head.weight"].T

@@ -9,9 +9,9 @@ or counts, never missing rows. Its driver (engine/) provides the inputs and copi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -44,14 +44,17 @@ class DraftInputs:
     places: torch.Tensor  # [requests] int64, index of that state's token within the step's tokens
     num_drafts: int  # K, the most drafts of any request
     sampling: Sampling | None = None  # None: every draft is the best token
-    shallow: Callable[[int, torch.Tensor], CutState] | None = None  # for methods that cut the target: see run_shallow
     options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], or NaN
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
     # Drafts that will replace the method's: a method whose drafts run layers of the target must run them over these.
     looked_up: LookedUp | None = None
 
-    def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run the target's first stack on one token per request and keep its state for the next step.
+
+class FirstStack(Protocol):
+    """The target's layers up to the exit, for methods with `cuts` in their MethodSpec."""
+
+    def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """Run them over one token per request, and keep its state for the next step.
 
         Args:
             offset: tokens from the newest one, which is at 0.
@@ -60,8 +63,7 @@ class DraftInputs:
         Returns:
             (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in rows that may not draft so far.
         """
-        assert self.shallow is not None, "only methods with `cuts` in their MethodSpec have a first stack"
-        return self.shallow(offset, token_ids)
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Drafter(ABC):
             self.vocabulary.refresh()
 
     @abstractmethod
-    def propose(self, step: DraftInputs) -> Drafts:
+    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
         """Draft up to K tokens per request. Called under inference mode; never synchronises with the device."""
 
 
@@ -108,7 +110,7 @@ class ChainDrafter(Drafter):
 
     requests_at_once: int
 
-    def propose(self, step: DraftInputs) -> Drafts:
+    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
         requests, size = len(step.newest_ids), self.requests_at_once
         parts = [self.drawn(step, slice(start, start + size)) for start in range(0, requests, size)]
         return Drafts(self.ids(parts[0] if len(parts) == 1 else torch.cat(parts)))

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's inputs for a step, in fixed buffers that CUDA graphs read."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
-from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.target import Target
+
+
+def batch_sizes(most: int) -> Iterator[int]:
+    """Batch sizes to warm up, largest first, which takes the most memory; kernels differ by powers of two."""
+    yield most
+    size = 1 << (most - 1).bit_length() >> 1
+    while size:
+        yield size
+        size >>= 1
 
 
 class Staging:
@@ -27,15 +35,20 @@ class Staging:
     def __init__(
         self, requests: int, target: Target, drafter: Drafter, options: RequestOptions, reads_eps_b: bool
     ) -> None:
-        self.options, self.reads_eps_b = options, reads_eps_b
+        self.options = options
+        self.reads_eps_b = reads_eps_b
         device = target.device
-        rows, newest_ids, places, positions = (
-            torch.zeros(requests, dtype=torch.int64, device=device) for _ in range(4)
+        self.rows = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.rows)
+        self.staged = Staged(
+            rows=self.rows,
+            newest_ids=torch.zeros_like(self.rows),
+            places=torch.zeros_like(self.rows),
+            positions=self.positions,
+            hidden=torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device),
+            settings=torch.zeros(options.on_device.shape[1], requests, device=device),
+            seeds=torch.zeros_like(self.rows),
         )
-        hidden = torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device)
-        settings = torch.zeros(options.on_device.shape[1], requests, device=device)
-        self.staged = Staged(rows, newest_ids, places, positions, hidden, settings, torch.zeros_like(rows))
-        self.rows, self.positions = rows, positions
         self.context: torch.Tensor | None = None
         if drafter.context_tokens:
             shape = (requests, drafter.context_tokens)
@@ -47,7 +60,8 @@ class Staging:
         self.rows.fill_(-1)
         settings = self.staged.settings
         settings[Setting.MAX_DRAFTS] = self.options.num_drafts
-        settings[Setting.TEMPERATURE] = settings[Setting.TOP_P] = 1.0
+        settings[Setting.TEMPERATURE] = 1.0
+        settings[Setting.TOP_P] = 1.0
         settings[Setting.TOP_K] = self.options.vocab_size
         settings[Setting.EPS_B] = torch.nan
 
@@ -59,28 +73,29 @@ class Staging:
         """A setting of the first staged requests: [requests] float32."""
         return self.staged.settings[column, :requests]
 
-    def inputs(
-        self,
-        requests: int,
-        sampled: bool,
-        num_drafts: int,
-        shallow: Callable[[int, torch.Tensor], CutState] | None,
-        looked_up: LookedUp | None = None,
-    ) -> DraftInputs:
-        """The drafter's inputs for the first staged requests; arguments as in DraftInputs and the host."""
+    def inputs(self, requests: int, sampled: bool, num_drafts: int, looked_up: LookedUp | None = None) -> DraftInputs:
+        """The drafter's inputs for the first staged requests.
+
+        Args:
+            requests: how many.
+            sampled: whether drafts are drawn; else each is the best token.
+            num_drafts, looked_up: as in DraftInputs.
+        """
         sampling = None
         if sampled:
-            columns = Setting.TEMPERATURE, Setting.TOP_K, Setting.TOP_P
-            temperature, top_k, top_p = (self.setting(column, requests) for column in columns)
-            seeds, positions = self.staged.seeds[:requests], self.staged.positions[:requests]
-            sampling = Sampling(temperature, top_k, top_p, seeds=seeds, positions=positions)
+            sampling = Sampling(
+                self.setting(Setting.TEMPERATURE, requests),
+                self.setting(Setting.TOP_K, requests),
+                self.setting(Setting.TOP_P, requests),
+                seeds=self.staged.seeds[:requests],
+                positions=self.positions[:requests],
+            )
         return DraftInputs(
             newest_ids=self.staged.newest_ids[:requests],
             hidden=self.staged.hidden[:requests],
             places=self.staged.places[:requests],
             num_drafts=num_drafts,
             sampling=sampling,
-            shallow=shallow,
             options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
             looked_up=looked_up,

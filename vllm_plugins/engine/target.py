@@ -73,8 +73,8 @@ class Target:
             for layer in self._adapted:
                 del layer.forward
 
-    def cut_after(self, exit_layers: Sequence[int]) -> ModelCut:
-        """Cut the target after some layers; its forward then runs the cut's stacks.
+    def cut_after(self, exit_layers: Sequence[int], kind: type[ModelCut] = ModelCut) -> ModelCut:
+        """Cut the target after some layers; its forward then runs the cut's.
 
         Raises:
             ValueError: if the family cannot be cut or a layer is out of range.
@@ -82,7 +82,7 @@ class Target:
         compilation = self.vllm_config.compilation_config
         compiled = compilation.mode != CompilationMode.NONE
         whole = compiled and not self._graphs
-        self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
+        self.cut = kind(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
         self._prepare_graphs()
         return self.cut
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of the target's first stack outside of vLLM's own step on runner V2, into the target's paged KV cache."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,10 +9,37 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
-from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.shallow_pass import PassInputs, begin_pass
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
+
+
+class PassInputs(NamedTuple):
+    """Fixed buffers for a pass over one token per request; every field is [requests]."""
+
+    input_ids: torch.Tensor  # int32, as in vLLM
+    positions: torch.Tensor  # int64, within the model's length
+    seq_lens: torch.Tensor  # int32
+    writing: torch.Tensor  # int64, request rows that write KV; -1 where none is to be written
+
+    def fill(
+        self, rows: torch.Tensor, newest: torch.Tensor, token_ids: torch.Tensor, offset: int, max_model_len: int
+    ) -> None:
+        """Fill in the tokens that are some places after the newest ones.
+
+        Args:
+            rows: [requests] int64, request rows; -1 for padding.
+            newest: [requests] int64, positions of the newest tokens.
+            token_ids: [requests] int64; INVALID ones run as token 0.
+            offset: places after the newest tokens.
+            max_model_len: the length past which no KV is written.
+        """
+        requests = len(rows)
+        wanted = torch.where(rows < 0, 0, newest + offset)
+        positions = wanted.clamp(max=max_model_len - 1)
+        self.input_ids[:requests] = token_ids.clamp(min=0)
+        self.positions[:requests] = positions
+        self.seq_lens[:requests] = positions + 1
+        self.writing[:requests] = torch.where(wanted < max_model_len, rows, -1)
 
 
 class FirstStackPasses:
@@ -32,9 +59,8 @@ class FirstStackPasses:
         self.starts_cpu = torch.arange(most + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
         self.prefilling = torch.zeros(most, dtype=torch.bool)
-        self.inputs = PassInputs(*(torch.zeros(most, dtype=dtype, device=self.device) for dtype in (
-            torch.int32, torch.int64, torch.int32, torch.int64,
-        )))  # fmt: skip
+        types = (torch.int32, torch.int64, torch.int32, torch.int64)
+        self.inputs = PassInputs(*(torch.zeros(most, dtype=dtype, device=self.device) for dtype in types))
         self.bounds: torch.Tensor | None = None  # [requests] bounds of sequence lengths; None while capturing a graph
         self.without_attention = False
         self.capturable = False  # whether metadata are updated in place, so that a CUDA graph may contain the passes
@@ -50,6 +76,11 @@ class FirstStackPasses:
 
     # Between steps ---------------------------------------------------------------------------------------------------
 
+    def rows(self, requests: int) -> torch.Tensor:
+        """Request rows of the staged requests [requests] int64, -1 for padding."""
+        rows: torch.Tensor = self.speculator.staging.rows[:requests]
+        return rows
+
     def begin_drafting(self, batch: Any, without_attention: bool) -> None:
         """A step's drafts are about to be made."""
         self.without_attention, self.metadata = without_attention, None
@@ -62,11 +93,12 @@ class FirstStackPasses:
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """The first stack on a token of each staged request; rows of padding write no KV."""
-        staging = self.speculator.host.staging
-        requests, inputs = len(token_ids), self.inputs
-        rows, base = staging.rows[:requests], staging.positions[:requests]
-        chosen(begin_pass, rows)(rows, base, token_ids, offset, self.max_model_len, inputs)
-        positions, slots = inputs.positions[:requests], None
+        requests = len(token_ids)
+        newest = self.speculator.staging.positions[:requests]
+        inputs = self.inputs
+        inputs.fill(self.rows(requests), newest, token_ids, offset, self.max_model_len)
+        positions = inputs.positions[:requests]
+        slots = None
         if not self.without_attention:
             starts = self.starts[: requests + 1]
             mappings = self.block_tables.compute_slot_mappings(inputs.writing[:requests], starts, positions, requests)

@@ -61,7 +61,7 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
-        self.speculator.host.drafter.refresh()
+        self.speculator.drafter.refresh()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
@@ -72,7 +72,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         for new in scheduler_output.scheduled_new_reqs:
             self.speculator.add_request(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
         if scheduler_output.scheduled_new_reqs:
-            self.speculator.host.options.apply()
+            self.speculator.options.apply()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
 from vllm_ppd.vllm_plugins.engine.drafter import Drafts
-from vllm_ppd.vllm_plugins.engine.host import DeviceCount
 
 
 class UnverifiedDrafts:
@@ -32,10 +32,10 @@ class UnverifiedDrafts:
         Args:
             rows: [requests] int64, -1 for padding.
             drafts: of these requests.
-            max_drafts: [requests] float32, drafts that the request may use.
+            max_drafts: [requests] int64, drafts that the request may use.
         """
         valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
-        counts = torch.minimum(valid, max_drafts.long())
+        counts = torch.minimum(valid, max_drafts)
         if drafts.counts is not None:
             counts = torch.minimum(counts, drafts.counts)
         self.counts[rows] = counts

@@ -19,7 +19,7 @@ from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.sampling import divisor
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -46,7 +46,7 @@ class DynaMoDrafter(Drafter):
         self.context_tokens = PENALISED if heads.sampling.repetition_penalty > 1 else 0
         self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
 
-    def propose(self, step: DraftInputs) -> Drafts:
+    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
         counts, tokens = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return Drafts(tokens[:, : step.num_drafts], counts)

@@ -10,14 +10,14 @@ uses them depends on the schedule alone, so that all ranks agree and none waits 
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.host import DraftingHost
+from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.engine.metrics import Counters
 
 Mode = Literal["deep", "mixed", "full"]
 
@@ -69,48 +69,26 @@ class ScheduledStep:
     padded: int  # tokens of the step, with the padding of CUDA graphs
 
 
-class FirstStackPasses(Protocol):
-    """The interface for passes of the target's first stack outside of vLLM's step, with KV in the target's cache."""
-
-    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run a token of each staged request, at an offset from its newest one: [requests] int64."""
-        ...
-
-    def of_requests(
-        self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> CutState:
-        """Run every token of some requests of the current step.
-
-        Args:
-            requests: their indices in the batch.
-            index: [tokens] places of their tokens in the step.
-            input_ids, positions: of all tokens of the step.
-        """
-        ...
-
-
 class DeferredKV:
     """The states of an engine's requests, and their use in steps.
 
     Args:
-        host: whose request rows they belong to; its target is cut.
-        has_residual: whether states have a residual.
+        rows: request rows.
+        num_drafts: K.
+        max_tokens: the most tokens of a step.
+        saved: (rows + 1) * (K + 1) states; the last K + 1 are those of padding.
+        counters: ours.
     """
 
-    passes: FirstStackPasses
-
-    def __init__(self, host: DraftingHost, has_residual: bool) -> None:
-        self.host = host
-        self.width = host.num_drafts + 1
-        self.nobody = host.rows * self.width  # state index of padding, which counts as a further request
+    def __init__(self, rows: int, num_drafts: int, max_tokens: int, saved: SavedStates, counters: Counters) -> None:
+        self.width = num_drafts + 1
+        self.nobody = rows * self.width  # state index of padding
         self.mode: Mode = "full"  # of the current step
-        self.drafted = np.zeros(host.rows, dtype=bool)  # request rows whose states the next step may use
-        model_config, device = host.vllm_config.model_config, host.device
-        hidden_size: int = model_config.hf_text_config.hidden_size
-        states = (host.rows + 1) * self.width
-        self.saved = SavedStates(states, hidden_size, model_config.dtype, device, has_residual)
-        tokens: int = host.vllm_config.scheduler_config.max_num_batched_tokens
-        self.state_rows = torch.zeros(tokens, dtype=torch.int64, device=device)  # of each of the step's tokens
+        self.drafted = np.zeros(rows, dtype=bool)  # request rows whose states the next step may use
+        self.saved = saved
+        self.counters = counters
+        device = saved.hidden.device
+        self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)  # of each of the step's tokens
         self._fresh = np.zeros(0, dtype=np.int64)  # requests of a mixed step without states
         self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # indices of their tokens in the step
 
@@ -125,8 +103,13 @@ class DeferredKV:
         known = self.drafted[step.rows] & ~step.prefilling & (step.tokens == step.drafts + 1)
         known &= step.drafts < self.width  # while steps are timed, there may be more looked-up drafts
         self.drafted[step.rows] = False
-        self.mode = "deep" if known.all() else "mixed" if known.any() and may_mix else "full"
-        self.host.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
+        if known.all():
+            self.mode = "deep"
+        elif known.any() and may_mix:
+            self.mode = "mixed"
+        else:
+            self.mode = "full"
+        self.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
         if self.mode == "full":
             return
         starts = np.cumsum(step.tokens) - step.tokens
@@ -138,33 +121,55 @@ class DeferredKV:
             self._fresh = np.flatnonzero(~known)
             tokens = np.flatnonzero(~known[of_requests])
             state_rows[tokens] = self.nobody
-            self._fresh_tokens = async_tensor_h2d(tokens, device=self.host.device)
+            self._fresh_tokens = async_tensor_h2d(tokens, device=self.state_rows.device)
         async_tensor_h2d(state_rows, out=self.state_rows[: step.padded])
 
     def end_step(self) -> None:
         """End the step; dummy steps, which do not begin, are vLLM's own forward."""
         self.mode = "full"
 
-    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
-        """The target's forward from the saved states: normed hidden states [tokens, hidden]; None in a full step."""
-        if self.mode == "full":
-            return None
+    def states(self, input_ids: torch.Tensor | None, positions: torch.Tensor, passes: Any) -> CutState:
+        """The states of the step's tokens after the first stack: [tokens, hidden] each.
+
+        Args:
+            input_ids, positions: [tokens] of the step.
+            passes: run the first stack for requests without states (FirstStackPasses).
+        """
         state = self.saved.load(self.state_rows[: positions.shape[-1]])
         if self.mode == "mixed":
             assert input_ids is not None
-            made = self.passes.of_requests(self._fresh, self._fresh_tokens, input_ids, positions)
+            made = passes.of_requests(self._fresh, self._fresh_tokens, input_ids, positions)
             for store, values in zip(state, made, strict=True):
                 if store is not None and values is not None:
                     store.index_copy_(0, self._fresh_tokens, values)
-        return self.complete(positions, state)
+        return state
+
+
+class DeferredKVCut(ModelCut):
+    """The cut target; its forward starts from the saved states of a step that has them."""
+
+    deferred: DeferredKV | None = None
+    passes: Any = None  # FirstStackPasses
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | CutState:
+        if self.deferred is None or self.deferred.mode == "full":
+            return super().forward(input_ids, positions, state, inputs_embeds)
+        return self.complete(positions, self.deferred.states(input_ids, positions, self.passes))
 
     def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] of tokens from their saved states."""
-        cut = self.host.target.cut
-        return cut.stacks[-1](positions, *cut.in_graph_buffers(state))
+        hidden: torch.Tensor = self.stacks[-1](positions, *self.in_graph_buffers(state))
+        return hidden
 
-    def shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """DraftInputs.run_shallow for the staged requests."""
-        state = self.passes.one_token(offset, token_ids)
-        self.saved.store_token(self.host.staging.rows[: len(token_ids)], offset, self.width, state)
+    def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """FirstStack.run for the staged requests."""
+        assert self.deferred is not None
+        state: CutState = self.passes.one_token(offset, token_ids)
+        self.deferred.saved.store_token(self.passes.rows(len(token_ids)), offset, self.deferred.width, state)
         return state

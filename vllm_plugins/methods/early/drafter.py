@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
 if TYPE_CHECKING:
@@ -26,16 +27,19 @@ class EarlyExitDrafter(Drafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
-        self.exit_layer, self.gamma = config.exit_layer[0], config.gamma
-        cut = target.cut_after(config.exit_layer)
+        self.exit_layer = config.exit_layer[0]
+        self.gamma = config.gamma
+        cut = target.cut_after(config.exit_layer, DeferredKVCut)
         heads = early_heads(config, target.device, target.dtype)
         self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
 
-    def propose(self, step: DraftInputs) -> Drafts:
-        token_ids, readings = step.newest_ids, []
+    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
+        assert first_stack is not None
+        token_ids = step.newest_ids
+        readings = []
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
-            state = step.run_shallow(offset, token_ids)
+            state = first_stack.run(offset, token_ids)
             if step.sampling is None:
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
@@ -45,17 +49,11 @@ class EarlyExitDrafter(Drafter):
             token_ids = reading.token_ids
             if step.looked_up is not None:
                 token_ids = step.looked_up.at(offset, token_ids)
-        step.run_shallow(step.num_drafts, token_ids)  # for the last draft's state, from which the deep pass starts
+        first_stack.run(step.num_drafts, token_ids)  # for the last draft's state, from which the deep pass starts
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
-        confidence = _stacked([reading.confidence for reading in readings])
-        counts = None
-        if confidence is not None and self.gamma > 0:
-            # NaN passes here and is dropped later as INVALID.
-            counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
-        return Drafts(tokens, counts)
-
-
-def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Stack a field of the readings to [requests, K, ...]; None if readings lack it."""
-    tensors = [part for part in parts if part is not None]
-    return torch.stack(tensors, dim=1) if tensors else None
+        if not with_confidence:
+            return Drafts(tokens)
+        confidences = [reading.confidence for reading in readings if reading.confidence is not None]
+        confidence = torch.stack(confidences, dim=1)
+        # NaN passes here, as its draft is INVALID.
+        return Drafts(tokens, (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1))

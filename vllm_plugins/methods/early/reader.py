@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading drafts at an exit layer: final norm, early head T, and the target's LM head, across tensor-parallel ranks.
 
-If only the best tokens are needed and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
-need all logits.
+The best tokens are found in each rank's own part of the vocabulary; samples need the logits of all parts.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.draws import draw_rows
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
 from vllm_ppd.vllm_plugins.engine.drafter import joined
 
@@ -103,19 +101,9 @@ class EarlyReader:
         return self.lm_head.gather(logits) if gather else logits
 
     def _shard_topk(self, exit_layer: int, state: CutState, k: int, with_probability: bool) -> ShardTopK:
-        """The k best tokens of this rank's shard, by a kernel if one runs, else from its logits."""
-        hidden, classifier = self._transformed(exit_layer, state)
-        start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
-        kernel, matrix = chosen(unembed_topk, hidden), None
-        # Not the reference, which uses torch's product where vLLM may have a packed, faster one.
-        if kernel is not unembed_topk:
-            matrix = self.lm_head.plain() if classifier is None else (classifier, None)
-        if matrix is None:
-            logits = self._logits(hidden, classifier, False)
-            return shard_topk(logits, k, start, valid, with_probability)
-        weight, bias = matrix
-        best: ShardTopK = kernel(hidden, weight, k, start, valid, bias, with_probability)
-        return best
+        """The k best tokens of this rank's part of the vocabulary."""
+        logits = self._logits(*self._transformed(exit_layer, state), gather=False)
+        return shard_topk(logits, k, self.lm_head.vocab_start, self.lm_head.num_valid, with_probability)
 
     def _whole(self, best: ShardTopK, k: int, with_probability: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids [rows, k] in the whole vocabulary, and their probabilities if requested.
@@ -136,5 +124,5 @@ def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
     logits = logits.float()
     # Of the likeliest token, not the drawn one, as for greedy requests.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    token_ids, _ = chosen(draw_rows, logits)(logits, sampling, None, False)
+    token_ids = chosen(draw_rows, logits)(logits, sampling)
     return Reading(token_ids, confidence)

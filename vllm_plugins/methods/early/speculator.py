@@ -9,15 +9,15 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.v2.passes import FirstStackPasses
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
-from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, ScheduledStep
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, DeferredKVCut, SavedStates, ScheduledStep
 
 
 class DeferredKVSpeculator(Speculator):
     """Runs the first stack for the drafter, keeps its states, and completes the deferred KV in the next step."""
 
+    cut: DeferredKVCut
     deferred: DeferredKV
     deep_graphs: ModelCudaGraphManager | None = None
 
@@ -25,11 +25,19 @@ class DeferredKVSpeculator(Speculator):
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         super().load_draft_model(target_model, target_attn_layer_names)
-        self.cut = self.host.target.cut
-        self._whole, self.cut.forward = self.cut.forward, self._forward  # type: ignore[method-assign]
-        self.deferred = DeferredKV(self.host, self.cut.adapter.has_residual)
-        self.passes = self.deferred.passes = FirstStackPasses(self, self.cut)
-        self.host.shallow = self.deferred.shallow
+        cut = self.target.cut
+        assert isinstance(cut, DeferredKVCut)
+        self.cut = cut
+        rows = self.max_num_reqs
+        drafts = self.num_speculative_steps
+        states = (rows + 1) * (drafts + 1)
+        target = self.target
+        saved = SavedStates(states, target.hidden_size, target.dtype, target.device, cut.adapter.has_residual)
+        self.deferred = DeferredKV(rows, drafts, target.max_tokens, saved, self.counters)
+        self.passes = FirstStackPasses(self, cut)
+        cut.deferred = self.deferred
+        cut.passes = self.passes
+        self.first_stack = cut
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *args: Any, **kwargs: Any) -> None:
         """Set metadata builders for the first stack's layers: the target's own, and its KV cache."""
@@ -38,17 +46,6 @@ class DeferredKVSpeculator(Speculator):
         super(Speculator, self).set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
         self.draft_attn_layer_names = set()
         self.passes.bind(kv_cache_config, block_tables)
-
-    def _forward(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | CutState:
-        """The target's forward, in place of ModelCut.forward."""
-        hidden = self.deferred.forward(input_ids, positions)
-        return self._whole(input_ids, positions, state, inputs_embeds) if hidden is None else hidden
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 

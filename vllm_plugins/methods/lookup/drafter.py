@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -18,5 +18,5 @@ class LookupDrafter(Drafter):
     def load(self, config: DraftingConfig, target: Target) -> None:
         """Nothing to load."""
 
-    def propose(self, step: DraftInputs) -> Drafts:
+    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
         return Drafts(step.newest_ids[:, None].repeat(1, step.num_drafts))

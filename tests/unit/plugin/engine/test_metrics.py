@@ -116,16 +116,6 @@ def test_statistics_that_are_off_hold_nothing_back() -> None:
     assert not hasattr(scheduler, statistics.PENDING)
 
 
-def test_connectors_keep_their_statistics(manager: Manager) -> None:
-    scheduler, worker = Scheduler(log_stats=True), Counters()
-    stats = SchedulerStats(kv_connector_stats={"transfers": 3, statistics.KEY: {"fallback_steps": 1.0}})
-    manager.record(stats)
-    manager.record(SchedulerStats(kv_connector_stats={"transfers": 4}), engine_idx=1)
-    manager.record(None, engine_idx=1)
-    assert manager.seen == [({"transfers": 3}, None), ({"transfers": 4}, 1), (None, 1)]
-    assert scheduler.step(output(worker)).kv_connector_stats is None  # type: ignore[union-attr]
-
-
 def test_stages_hand_their_counts_on() -> None:
     first, last = Counters(), Counters()
     first.add("group_candidates", 6)
@@ -159,9 +149,3 @@ def test_several_api_servers(tmp_path: Path) -> None:
     assert 'ppd:deferred_steps_total{engine="0",model_name="model"} 4.0' in text
     assert 'ppd:deferred_steps_total{engine="1",model_name="model"} 10.0' in text
     assert 'ppd:fallback_steps_total{engine="0",model_name="model"} 0.0' in text
-
-
-def test_other_engines_have_none() -> None:
-    """A front end of vLLM's own methods registers nothing."""
-    assert hasattr(Manager(resolve(parse_options({}), 6)), statistics.PUBLISHED)
-    assert not hasattr(Manager(), statistics.PUBLISHED)

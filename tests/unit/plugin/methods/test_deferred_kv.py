@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps take saved states, told from the schedule alone, and whose states their tokens take."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,8 @@ NOBODY = 4 * 3
 @pytest.fixture
 def deferred() -> DeferredKV:
     """Four request rows, two drafts a request; rows 0 to 2 were drafted for."""
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(hidden_size=8), dtype=torch.float32)
-    config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=16))
-    host: Any = SimpleNamespace(num_drafts=2, rows=4, vllm_config=config, device=CPU, counters=Counters())
-    states = DeferredKV(host, has_residual=True)
+    saved = SavedStates((4 + 1) * 3, 8, torch.float32, CPU, has_residual=True)
+    states = DeferredKV(rows=4, num_drafts=2, max_tokens=16, saved=saved, counters=Counters())
     states.drafted[:3] = True
     return states
 
@@ -33,7 +30,7 @@ def scheduled(rows: list[int], tokens: list[int], drafts: list[int], prefilling:
 
 
 def counted(deferred: DeferredKV) -> dict[str, float]:
-    return {name: value for name, value in zip(COUNTERS, deferred.host.counters.values, strict=True) if value}
+    return {name: value for name, value in zip(COUNTERS, deferred.counters.values, strict=True) if value}
 
 
 def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
@@ -44,7 +41,7 @@ def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
     deferred.end_step()
     # A state is good for a step.
     deferred.begin_step(scheduled([0, 2, 1], [2, 3, 1], [1, 2, 0]), may_mix=True)
-    assert deferred.mode == "full" and deferred.forward(None, torch.arange(8)) is None
+    assert deferred.mode == "full"
 
 
 @pytest.mark.parametrize(
@@ -69,15 +66,13 @@ def test_others_join_by_the_first_stack(
     assert deferred.state_rows[: step.padded].tolist() == [0] + [NOBODY] * (tokens[1] + 2)
 
     class Passes:
-        def one_token(self, offset: int, token_ids: torch.Tensor) -> Any: ...
-
         def of_requests(self, requests: np.ndarray, index: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> Any:
             assert requests.tolist() == [1] and index.tolist() == list(range(1, 1 + tokens[1]))
             return torch.full((len(index), 8), 7.0), torch.full((len(index), 8), 5.0)
 
-    deferred.passes, deferred.complete = Passes(), lambda positions, state: state  # type: ignore[assignment, return-value]
     deferred.saved.hidden[0] = 3.0
-    hidden, residual = deferred.forward(torch.zeros(step.padded), torch.arange(step.padded))  # type: ignore[misc]
+    hidden, residual = deferred.states(torch.zeros(step.padded), torch.arange(step.padded), Passes())
+    assert residual is not None
     assert hidden[:, 0].tolist() == [3.0] + [7.0] * tokens[1] + [0.0] * 2
     assert residual[:, 0].tolist() == [0.0] + [5.0] * tokens[1] + [0.0] * 2
 

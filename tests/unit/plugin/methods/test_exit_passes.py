@@ -16,8 +16,8 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
 from vllm_ppd.vllm_plugins.engine import outside_steps
-from vllm_ppd.vllm_plugins.engine.host import buckets
 from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, updates_in_place
+from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
 
@@ -121,7 +121,7 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 100, 1024])
 def test_buckets(most: int) -> None:
     """Every batch size has one that is not smaller, of the same power of two."""
-    sizes = list(buckets(most))
+    sizes = list(batch_sizes(most))
     assert sizes[0] == most and sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 1
     for size in range(1, most + 1):
         assert any(size <= bucket < 2 * size or bucket == most for bucket in sizes)
