@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of every kernel and its torch reference.
+"""Times of the drafting kernels and of their torch references.
 
-    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K, hidden 4096
-    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny sizes, references only: a dry run
+    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json         # vocabulary 128K
+    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json   # tiny sizes, references only
 
-Times are medians of triton.testing.do_bench, which empties the cache before each call; they include a launch, as in a
-server without CUDA graphs around it. A kernel pays where it takes at most 80 % of torch's time. Bytes are those that no
-implementation can avoid, every input and every output once: their rate says how far a kernel is from the memory's.
+Times are medians of triton.testing.do_bench, which empties the cache before each call; they include
+a launch, as in a server without CUDA graphs around it. A kernel pays where it takes at most 80 % of
+torch's time. Bytes are those that no implementation can avoid, every input and every output once:
+their rate says how far a kernel is from the memory's.
 """
 
 import argparse
@@ -17,18 +18,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ppd.benchmarks import only_writer
-from vllm_ppd.benchmarks.harness.results import Row, write_rows
-from vllm_ppd.heads.in_words import table
+from vllm_ppd.benchmarks.report import rows_table
+from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import Top, back_off, find_peaks
 from vllm_ppd.kernels.joint_draw import draw_ngrams
-from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.unembed_topk import unembed_topk
 
 PAYS = 0.8  # share of torch's time
+BFLOAT16 = torch.bfloat16.itemsize
+FLOAT32 = torch.float32.itemsize
 
 
 class Case(NamedTuple):
@@ -51,85 +51,78 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     return float(Timer("call()", globals={"call": call}).timeit(3).median)
 
 
-def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """Each kernel at a batch size, on random numbers."""
-    v, d, n, r, k = args.vocab, args.hidden, args.positions, args.rank, args.top_k
-    half: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-    size = torch.bfloat16.itemsize
-    hidden, unembedding = torch.randn(batch, d, **half), torch.randn(v, d, **half) * d**-0.5
-    for best in (1, 4):
-        yield Case(
-            f"unembed_topk, k={best}", unembed_topk, (hidden, unembedding, best, 0, v), size * (v * d + batch * d)
-        )
-    del unembedding
-    logits = torch.randn(batch, n, r, v, **half)
-    weights = torch.zeros(batch, r, device=device)
+def cp_cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    n = args.positions
+    shape = (batch, n, args.rank, args.vocab)
+    logits = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    weights = torch.zeros(batch, args.rank, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
-    moved = size * batch * n * r * v + 4 * batch * (n - 1) * v
-    for name, heat in (("greedy", None), ("sampled", Sampling(torch.full((batch,), 0.7, device=device)))):
-        yield Case(f"draft_chain, {name}", draft_chain, (weights, logits, first, heat), moved)
-    del logits
+    moved = BFLOAT16 * logits.numel() + FLOAT32 * batch * (n - 1) * args.vocab
+    sampled = Sampling(torch.full((batch,), 0.7, device=device))
+    yield Case("draft_chain, greedy", draft_chain, (weights, logits, first, None), moved)
+    yield Case("draft_chain, sampled", draft_chain, (weights, logits, first, sampled), moved)
+
+
+def dynamo_cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    k = args.top_k
     scores = torch.randn(2, batch, k, device=device).sort(descending=True).values
-    top = Top(scores, torch.arange(k, device=device).expand(2, batch, k).contiguous(), first)
-    yield Case("find_peaks", find_peaks, (top, None, 1.0), 4 * batch * k**2)
+    ids = torch.arange(k, device=device).expand(2, batch, k).contiguous()
+    top = Top(scores, ids, torch.zeros(batch, dtype=torch.int64, device=device))
+    moved = FLOAT32 * batch * k**2
+    yield Case("find_peaks", find_peaks, (top, None, 1.0), moved)
     peaks, joints = find_peaks(top, None, 1.0)
     zeros = torch.zeros(batch, device=device)
-    likeliest, heat = back_off(peaks, top, zeros, 0.0), Sampling(zeros + 1)
-    yield Case("draw_ngrams", draw_ngrams, (joints, likeliest, top, 3, True, heat), 3 * 4 * batch * k**2)
-    heads, block, content = 8, 16, 256
-    caches = [torch.zeros(2 * batch, heads, block, content, **half) for _ in range(args.layers)]
-    source = torch.arange(batch, device=device)
-    moved = 2 * size * batch * heads * block * content * args.layers
-    yield Case("copy_blocks", copy_blocks, (caches, source, source + batch), moved)
+    likeliest = back_off(peaks, top, zeros, 0.0)
+    arguments = (joints, likeliest, top, 3, True, Sampling(zeros + 1))
+    yield Case("draw_ngrams", draw_ngrams, arguments, 3 * moved)
 
 
-def measure(case: Case, batch: int, device: torch.device) -> Row:
-    """A row of the table: microseconds, and whether the kernel pays; without a GPU only the reference runs."""
+CASES = (cp_cases, dynamo_cases)
+
+
+def measure(case: Case, batch: int, device: torch.device) -> dict[str, Any]:
+    """A row: microseconds, and whether the kernel pays; without a GPU only the reference runs."""
     reference = seconds(partial(case.function, *case.arguments), device)
-    row: Row = {"kernel": case.name, "batch": batch, "torch": round(1e6 * reference, 4), "verdict": "not measured"}
-    if (kernel := chosen(case.function, torch.empty(0, device=device))) is not case.function:
-        triton = seconds(partial(kernel, *case.arguments), device)
-        row |= {"Triton": round(1e6 * triton, 4), "GB/s": round(case.bytes / triton / 1e9, 1)}
-        row["verdict"] = verdict(reference, triton)
-    return row
+    row = {"kernel": case.name, "batch": batch, "torch": round(1e6 * reference, 4)}
+    kernel = chosen(case.function, torch.empty(0, device=device))
+    if kernel is case.function:
+        return {**row, "verdict": "not measured"}
+    triton = seconds(partial(kernel, *case.arguments), device)
+    rate = round(case.bytes / triton / 1e9, 1)
+    return {**row, "Triton": round(1e6 * triton, 4), "GB/s": rate, "verdict": verdict(reference, triton)}
 
 
 def verdict(reference: float, triton: float) -> str:
     """Whether a kernel pays, by its time and torch's."""
-    return f"{'pays' if triton <= PAYS * reference else 'does not pay'}: {triton / reference:.0%} of torch's time"
+    pays = "pays" if triton <= PAYS * reference else "does not pay"
+    return f"{pays}: {triton / reference:.0%} of torch's time"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="run tiny sizes on the CPU, to check that everything runs")
+    parser.add_argument("--cpu", action="store_true", help="check that everything runs")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--only", default="", help="only kernels whose name contains this")
     parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--positions", type=int, default=4, help="positions of the CP head, including the first")
+    parser.add_argument("--positions", type=int, default=4, help="of the CP head, with the first")
     parser.add_argument("--rank", type=int, default=3, help="experts of the CP head")
     parser.add_argument("--top-k", type=int, default=50, help="of each DynaMo head")
-    parser.add_argument("--layers", type=int, default=32, help="layers whose KV entries are copied")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     if args.cpu:
-        args.batch, args.vocab, args.hidden, args.layers = [1, 3], 1000, 64, 2
+        args.batch = [1, 3]
+        args.vocab = 1000
     elif not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     device = torch.device("cpu" if args.cpu else "cuda")
     settings = {name: value for name, value in vars(args).items() if name != "out"}
-    rows: list[Row] = []
-    with only_writer(args.out):
-        for batch in args.batch:
-            torch.manual_seed(batch)
+    data = {**provenance(), "benchmark": "kernels", "settings": settings, "rows": []}
+    for batch in args.batch:
+        torch.manual_seed(batch)
+        for cases in CASES:
             for case in cases(batch, args, device):
-                if args.only in case.name:
-                    rows.append(measure(case, batch, device))
-                    write_rows(
-                        args.out, "kernels", rows, [], settings=settings
-                    )  # keep measurements if the run is stopped
-    names = ["kernel", "batch", "torch", "Triton", "GB/s", "verdict"]
-    print(table(names, [[row.get(name, "-") for name in names] for row in rows]))
+                data["rows"].append(measure(case, batch, device))
+                write_json(args.out, data)
+    print(rows_table(data))
 
 
 if __name__ == "__main__":

@@ -27,13 +27,11 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.io import load_tensors, save_heads
-from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.target import fingerprint
-from vllm_ppd.heads.training.provenance import provenance
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REMADE = ("config.json", "curve.jsonl", "provenance.json")  # files of a model that are not copied
@@ -72,10 +70,9 @@ def run(options: InflateOptions) -> int:
         BenchError, HeadsError: on models outside the Llama family, or heads of another width.
     """
     out = Path(options.out)
-    with writing_folder(out):
-        inflate_model(Path(options.model), out / "model", options.times)
-        for folder in map(Path, options.heads):
-            inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
+    inflate_model(Path(options.model), out / "model", options.times)
+    for folder in map(Path, options.heads):
+        inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
     return 0
 
 
@@ -143,16 +140,17 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     parameters = sum(tensor.numel() for tensor in inflated.values())
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(inflated, out)
-    _write_json(out / "config.json", config | sizes)
+    write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
         if path.is_file() and path.name not in REMADE and "safetensors" not in path.name:
             shutil.copyfile(path, out / path.name)
-    _write_json(out / "provenance.json", provenance(inflated_from=str(model), parameters=parameters, **sizes))
+    facts = {"inflated_from": str(model), "parameters": parameters, **sizes}
+    write_json(out / "provenance.json", provenance() | facts)
     print(f"{out}: {parameters:,} parameters, width x {times}")
 
 
 def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write heads for the inflated model, with the parts of their calibration that stay valid.
+    """Write heads for the inflated model, without their calibration.
 
     Layers like the target's grow as these do. What else heads read is normed states, which are zero past the first
     copy, or embeddings, of which they must read one copy, and what they hand to the LM head must be zero where its
@@ -198,30 +196,10 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         return filled(tensor, shapes[name])
 
     save_heads(out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()})
-    _copy_calibration(folder, out)
-    _write_json(out / "provenance.json", provenance(inflated_from=str(folder)))
+    write_json(out / "provenance.json", provenance() | {"inflated_from": str(folder)})
     print(f"{out}: {inflated.describe()}")
-
-
-def _copy_calibration(folder: Path, out: Path) -> None:
-    """Copy all parts but seconds, which `ppd calibrate` with the same options then measures."""
-    path = folder / "calibration.json"
-    if not path.is_file():
-        return
-    result = json.loads(path.read_text())
-    result["options"] |= {"heads": str(out), "model": None}
-    result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
-    result["finished"] = False
-    result["parts"].pop("timing", None)
-    result["digests"] = {name: digest_of_value(measured) for name, measured in result["parts"].items()}
-    result.pop("recommendation", None)  # depends on seconds, which change
-    _write_json(out / path.name, result)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    write_text(path, json.dumps(data, indent=2) + "\n")
