@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks import BASE, BenchError
 from vllm_ppd.benchmarks.engine import EngineProcess, decode_batch
 from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
 from vllm_ppd.benchmarks.storage import Results, Run, Turn
-from vllm_ppd.benchmarks.systems import BASE, System, systems_of, theorem
+from vllm_ppd.benchmarks.systems import System, systems_of, theorem
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 WARM_UP_TOKENS = 48  # enough to compile kernels and to settle adaptive drafting
@@ -186,14 +186,13 @@ def measure(
                     **trial.place,
                     "prompts": len(ids),
                     **decoded,
-                    **repeats(ids),
                 }
                 turn["request_steps"] = len(ids) * (options.new_tokens - 1) - decoded["accepted_tokens"]
                 if not temperature:
                     turn |= compare(base_ids, ids)
                 run["turns"].append(turn)
                 if options.group:
-                    run["predicted"] = predictions(engines, run, options)
+                    run["predicted"] = predictions(engines, run, options.new_tokens)
                 results.write()
             warm.add((temperature, size))
 
@@ -208,31 +207,17 @@ def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def repeats(texts: list[list[int]]) -> dict[str, int]:
-    """The number of 4-grams that occurred before in their text, and of all: texts that loop accept more drafts."""
-    repeated = 0
-    total = 0
-    for ids in texts:
-        grams = [tuple(ids[start : start + 4]) for start in range(len(ids) - 3)]
-        repeated += len(grams) - len(set(grams))
-        total += len(grams)
-    return {"repeated_4_grams": repeated, "all_4_grams": total}
-
-
-def predictions(engines: list[EngineProcess], run: Run, options: DecodeOptions) -> dict[str, dict[str, float]]:
-    """Speed-ups that Theorem 4.1 expects of worker groups at their match rates, by name and batch size."""
-    predicted: dict[str, dict[str, float]] = {}
+def predictions(engines: list[EngineProcess], run: Run, new_tokens: int) -> dict[str, float]:
+    """Speed-ups that Theorem 4.1 expects of worker groups at their match rates."""
+    predicted = {}
     for engine in engines:
-        if "split" not in engine.facts:
-            continue
-        layers = engine.facts["num_layers"]
-        candidates = run["contenders"][engine.name]["speculative_config"]["candidates"]
-        for size in options.batch_sizes:
-            counts = [t["ours"] for t in run["turns"] if t["contender"] == engine.name and t["batch"] == size]
-            hits = sum(count.get("group_hits", 0) for count in counts)
-            tried = hits + sum(count.get("group_misses", 0) for count in counts)
-            if tried:
-                # The group makes all tokens except the first, which comes from the prompt.
-                expected = theorem(layers, engine.facts["split"], candidates, hits / tried, options.new_tokens - 1)
-                predicted.setdefault(engine.name, {})[str(size)] = round(layers / expected.latency, 3)
+        counts = [turn["ours"] for turn in run["turns"] if turn["contender"] == engine.name]
+        hits = sum(count.get("group_hits", 0) for count in counts)
+        tried = hits + sum(count.get("group_misses", 0) for count in counts)
+        if tried:
+            layers = engine.facts["num_layers"]
+            candidates = run["contenders"][engine.name]["speculative_config"]["candidates"]
+            # The group makes all tokens except the first, which comes from the prompt.
+            expected = theorem(layers, engine.facts["split"], candidates, hits / tried, new_tokens - 1)
+            predicted[engine.name] = layers / expected.latency
     return predicted

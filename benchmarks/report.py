@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_ppd.benchmarks import BASE
 from vllm_ppd.benchmarks.storage import Run, Turn
-from vllm_ppd.benchmarks.systems import BASE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RESAMPLES = 2000
@@ -74,37 +74,39 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def turns_of(run: Run, name: str, **place: Any) -> list[Turn]:
-    place["contender"] = name
-    return [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
+    """The turns of a system, at a batch size or in a category if one is given."""
+    wanted = {"contender": name, **place}
+    return [turn for turn in run["turns"] if all(turn.get(key) == wanted[key] for key in wanted)]
 
 
-def speed(turn: Turn) -> float:
-    return float(turn["window_tokens"] / turn["window_seconds"])
+def values_of(turns: list[Turn], key: str) -> list[float]:
+    return [turn[key] for turn in turns]
+
+
+def speeds(run: Run, name: str, batch: int) -> dict[tuple[int, int], float]:
+    """Tokens per second of a system's turns, by group (of older results) and round."""
+    return {
+        (turn.get("group", 0), turn["round"]): turn["window_tokens"] / turn["window_seconds"]
+        for turn in turns_of(run, name, batch=batch)
+    }
 
 
 def speed_up(run: Run, name: str, batch: int) -> Estimate | None:
     """Over vLLM alone in the same round; None without turns."""
-    base = {(turn.get("group", 0), turn["round"]): speed(turn) for turn in turns_of(run, BASE, batch=batch)}
-    ratios = [speed(turn) / base[turn.get("group", 0), turn["round"]] for turn in turns_of(run, name, batch=batch)]
+    base = speeds(run, BASE, batch)
+    ratios = [speed / base[place] for place, speed in speeds(run, name, batch).items()]
     return bootstrap(median, ratios) if ratios else None
 
 
-def share(turns: list[Turn], part: str, whole: str, form: str = "{:.2f}") -> str:
-    total = sum(turn.get(whole, 0) for turn in turns)
-    return form.format(sum(turn[part] for turn in turns) / total) if total else "-"
+def share(turns: list[Turn], part: str, whole: str, form: str) -> str:
+    total = sum(values_of(turns, whole))
+    return form.format(sum(values_of(turns, part)) / total) if total else "-"
 
 
 def speed_table(run: Run) -> str:
     """A row for each system, a column for each batch size."""
     sizes = sorted({turn["batch"] for turn in run["turns"]})
-    header = [
-        "system",
-        *(f"batch {size}" for size in sizes),
-        "Theorem 4.1",
-        "accepted",
-        "same tokens",
-        "memory MB",
-    ]
+    batches = [f"batch {size}" for size in sizes]
     rows = []
     for name in run["contenders"]:
         turns = turns_of(run, name)
@@ -112,117 +114,89 @@ def speed_table(run: Run) -> str:
             continue
         cells = [str(speed_up(run, name, size) or "-") for size in sizes]
         if name == BASE:
-            cells = [f"{median([speed(t) for t in turns_of(run, name, batch=size)]):.1f} tokens/s" for size in sizes]
-        predicted = run.get("predicted", {}).get(name, {}).values()
+            cells = [f"{median([*speeds(run, name, size).values()]):.1f} tokens/s" for size in sizes]
+        same = "-"
+        if not run["options"]["temperature"]:
+            same = share(turns, "same_tokens", "compared_tokens", "{:.2%}")
         memory = max(turn["peak_bytes"] or 0 for turn in turns)
         rows.append(
             [
                 name,
                 *cells,
-                ", ".join(f"{value:.2f}" for value in predicted) or "-",
-                share(turns, "accepted_tokens", "draft_tokens"),
-                share(turns, "same_tokens", "compared_tokens", "{:.2%}"),
+                run.get("predicted", {}).get(name, "-"),
+                share(turns, "accepted_tokens", "draft_tokens", "{:.2f}"),
+                same,
                 f"{memory / 1e6:.0f}" if memory else "-",
             ]
         )
-    return markdown(header, rows)
+    return markdown(["system", *batches, "Theorem 4.1", "accepted", "same tokens", "memory MB"], rows)
 
 
-def acceptance_table(runs: list[Run]) -> str:
-    """A row for each system of runs with the same options."""
-    header = [
-        "system",
-        "prompts",
-        "same text",
-        "accepted",
-        "by position",
-        "drafted",
-        "repeated 4-grams",
-        "cost",
-    ]
-    rows = {}
-    for run in runs:
-        for name in run["contenders"]:
-            turns = turns_of(run, name)
-            if not turns:
-                continue
-            prompts = sum(turn["prompts"] for turn in turns)
-            steps = [request_steps(turn) for turn in turns]
-            accepted = bootstrap(ratio_of_sums, [turn["accepted_tokens"] for turn in turns], steps)
-            same = "-"
-            if all("differ" in turn for turn in turns):
-                same = f"{prompts - sum(len(turn['differ']) for turn in turns)} of {prompts}"
-            cost = run.get("costs", {}).get(name)
-            rows[name] = [
-                name,
-                prompts,
-                same,
-                accepted if name != BASE else "-",
-                by_position(turns, sum(steps)),
-                f"{sum(turn['draft_tokens'] for turn in turns) / sum(steps):.2f}",
-                share(turns, "repeated_4_grams", "all_4_grams"),
-                "-" if cost is None else f"{cost:.2f}",
-            ]
-    return markdown(header, list(rows.values()))
+def acceptance_table(run: Run) -> str:
+    """A row for each system."""
+    rows = []
+    for name in run["contenders"]:
+        turns = turns_of(run, name)
+        if not turns:
+            continue
+        prompts = sum(values_of(turns, "prompts"))
+        steps = request_steps(turns)
+        same = "-"
+        if not run["options"]["temperature"]:
+            same = f"{prompts - sum(len(turn['differ']) for turn in turns)} of {prompts}"
+        accepted = bootstrap(ratio_of_sums, values_of(turns, "accepted_tokens"), steps)
+        drafted = sum(values_of(turns, "draft_tokens")) / sum(steps)
+        rows.append([name, same, accepted, by_position(turns), f"{drafted:.2f}", run.get("costs", {}).get(name, "-")])
+    return markdown(["system", "same text", "accepted", "by position", "drafted", "cost"], rows)
 
 
-def request_steps(turn: Turn) -> int:
-    """Decode steps of all requests; older results have them as steps."""
-    return int(turn.get("request_steps", turn["steps"]))
+def request_steps(turns: list[Turn]) -> list[int]:
+    """Decode steps of all requests in each turn; older results name them steps."""
+    return [turn.get("request_steps", turn["steps"]) for turn in turns]
 
 
-def by_position(turns: list[Turn], steps: int) -> str:
+def by_position(turns: list[Turn]) -> str:
+    """The share of steps in which the drafts up to each position were accepted."""
     lengths = [turn.get("accepted_lengths", []) for turn in turns]
     positions = range(1, max(map(len, lengths)))
     reached = [sum(sum(counts[position:]) for counts in lengths) for position in positions]
-    return ", ".join(f"{count / steps:.2f}" for count in reached) or "-"
+    return ", ".join(f"{count / sum(request_steps(turns)):.2f}" for count in reached) or "-"
 
 
-def category_table(runs: list[Run]) -> str:
-    """Accepted drafts per step, a column for each category; empty if there is one."""
-    categories = sorted({turn.get("category", "") for run in runs for turn in run["turns"]})
+def category_table(run: Run) -> str:
+    """Accepted drafts per step, a column for each category; empty if there is only one."""
+    categories = sorted({turn.get("category", "") for turn in run["turns"]})
     if len(categories) < 2:
         return ""
     rows = []
-    for run in runs:
-        for name in run["contenders"]:
-            if name != BASE:
-                turns = [turns_of(run, name, category=category) for category in categories]
-                rows.append([name, *(accepted_per_step(some) for some in turns)])
+    for name in run["contenders"]:
+        turns = [turns_of(run, name, category=category) for category in categories]
+        if all(turns):
+            sums = [sum(values_of(some, "accepted_tokens")) / sum(request_steps(some)) for some in turns]
+            rows.append([name, *(f"{value:.2f}" for value in sums)])
     return markdown(["accepted", *categories], rows)
 
 
-def accepted_per_step(turns: list[Turn]) -> str:
-    if not turns:
-        return "-"
-    return f"{sum(turn['accepted_tokens'] for turn in turns) / sum(map(request_steps, turns)):.2f}"
-
-
 def report(runs: list[Run]) -> str:
-    """The tables of runs; runs that differ in systems alone share a table of acceptance."""
-    alike: dict[str, list[Run]] = {}
-    for run in runs:
-        if run["turns"]:
-            acceptance = "part" in run["turns"][0]
-            key = json.dumps([run["options"], run["machine"], None if acceptance else len(alike)], sort_keys=True)
-            alike.setdefault(key, []).append(run)
+    """The tables of runs, with what was measured, and what the columns mean."""
     blocks = []
-    legends = {}
-    for group in alike.values():
-        run = group[0]
+    legends = []
+    for run in runs:
+        if not run["turns"]:
+            continue
         options = run["options"]
-        top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options.get("top_p", 1) < 1 else ""
+        sampling = f"temperature {options['temperature']:g}, top-p {options.get('top_p', 1):g}"
         blocks.append(
-            f"{options['model']}, {options['dtype']}, temperature {options['temperature']:g}{top_p}, "
+            f"{options['model']}, {options['dtype']}, {sampling if options['temperature'] else 'greedy'}, "
             f"{options['new_tokens']} tokens; {run['machine']}; commit {str(run['git'])[:7]}"
         )
         if "part" in run["turns"][0]:
-            blocks += [acceptance_table(group), category_table(group)]
-            legends[ACCEPTANCE_LEGEND] = True
+            blocks += [acceptance_table(run), category_table(run)]
+            legends = [ACCEPTANCE_LEGEND]
         else:
             blocks.append(speed_table(run))
-            legends[SPEED_LEGEND] = True
-        blocks += [f"left out: {reason}" for each in group for reason in each["failures"].values()]
+            legends = [SPEED_LEGEND]
+        blocks += [f"left out: {reason}" for reason in run["failures"].values()]
     return "\n\n".join(block for block in [*blocks, *legends] if block)
 
 
@@ -236,19 +210,18 @@ def section(path: Path) -> str:
     """The title and notes of a file of results, its commands and its tables."""
     data = json.loads(path.read_text())
     about = path.with_suffix(".md")
-    title, _, notes = about.read_text().partition("\n") if about.exists() else (path.stem, "", "")
+    notes = about.read_text().strip() if about.exists() else f"# {path.stem}"
     runs = data.get("runs", [data])
-    commands = dict.fromkeys(f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}." for run in runs)
+    commands = [f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}." for run in runs]
     table = report(runs) if "runs" in data else f"{data['machine']}\n\n{rows_table(data)}"
-    return "\n\n".join([f"## {title.removeprefix('# ')}", *filter(None, [notes.strip()]), *commands, table])
+    return "\n\n".join([f"#{notes}", *dict.fromkeys(commands), table])
 
 
 def plot(path: Path, out: Path) -> None:
     """Draw the greedy speed-ups of a file as bars with their intervals, a group for each batch size."""
     import matplotlib.pyplot as plt
 
-    greedy = [run for run in json.loads(path.read_text())["runs"] if not run["options"]["temperature"]]
-    run = greedy[-1]
+    run = next(run for run in json.loads(path.read_text())["runs"] if not run["options"]["temperature"])
     sizes = sorted({turn["batch"] for turn in run["turns"]})
     names = [name for name in run["contenders"] if name != BASE and turns_of(run, name)]
     width = 0.8 / len(names)

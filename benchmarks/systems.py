@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
 from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 
-BASE = "vLLM"
-CONTROL = "vLLM, again"  # a second engine of vLLM alone, which shows the noise
 DRAFTS = 3  # for systems that recommend no number
 MICRO_STEPS = 8  # most tokens that a worker group gives a request per step
 STAGES = {"pipeline_parallel_size": 2}

@@ -27,6 +27,11 @@ from vllm_ppd.kernels.joint_draw import draw_ngrams
 from vllm_ppd.kernels.sampling import Sampling
 
 PAYS = 0.8  # share of torch's time
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+VOCAB = 128_256
+POSITIONS = 4  # of the CP head, with the first
+RANK = 3  # experts of the CP head
+TOP_K = 50  # of each DynaMo head
 BFLOAT16 = torch.bfloat16.itemsize
 FLOAT32 = torch.float32.itemsize
 
@@ -51,20 +56,19 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     return float(Timer("call()", globals={"call": call}).timeit(3).median)
 
 
-def cp_cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    n = args.positions
-    shape = (batch, n, args.rank, args.vocab)
+def cp_cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
+    shape = (batch, POSITIONS, RANK, vocab)
     logits = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    weights = torch.zeros(batch, args.rank, device=device)
+    weights = torch.zeros(batch, RANK, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
-    moved = BFLOAT16 * logits.numel() + FLOAT32 * batch * (n - 1) * args.vocab
+    moved = BFLOAT16 * logits.numel() + FLOAT32 * batch * (POSITIONS - 1) * vocab
     sampled = Sampling(torch.full((batch,), 0.7, device=device))
     yield Case("draft_chain, greedy", draft_chain, (weights, logits, first, None), moved)
     yield Case("draft_chain, sampled", draft_chain, (weights, logits, first, sampled), moved)
 
 
-def dynamo_cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    k = args.top_k
+def dynamo_cases(batch: int, device: torch.device) -> Iterator[Case]:
+    k = TOP_K
     scores = torch.randn(2, batch, k, device=device).sort(descending=True).values
     ids = torch.arange(k, device=device).expand(2, batch, k).contiguous()
     top = Top(scores, ids, torch.zeros(batch, dtype=torch.int64, device=device))
@@ -75,9 +79,6 @@ def dynamo_cases(batch: int, args: argparse.Namespace, device: torch.device) -> 
     likeliest = back_off(peaks, top, zeros, 0.0)
     arguments = (joints, likeliest, top, 3, True, Sampling(zeros + 1))
     yield Case("draw_ngrams", draw_ngrams, arguments, 3 * moved)
-
-
-CASES = (cp_cases, dynamo_cases)
 
 
 def measure(case: Case, batch: int, device: torch.device) -> dict[str, Any]:
@@ -101,27 +102,19 @@ def verdict(reference: float, triton: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="check that everything runs")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--vocab", type=int, default=128_256)
-    parser.add_argument("--positions", type=int, default=4, help="of the CP head, with the first")
-    parser.add_argument("--rank", type=int, default=3, help="experts of the CP head")
-    parser.add_argument("--top-k", type=int, default=50, help="of each DynaMo head")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
-    if args.cpu:
-        args.batch = [1, 3]
-        args.vocab = 1000
-    elif not torch.cuda.is_available():
+    if not args.cpu and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     device = torch.device("cpu" if args.cpu else "cuda")
-    settings = {name: value for name, value in vars(args).items() if name != "out"}
+    vocab = 1000 if args.cpu else VOCAB
+    settings = {"vocab": vocab, "positions": POSITIONS, "rank": RANK, "top_k": TOP_K}
     data = {**provenance(), "benchmark": "kernels", "settings": settings, "rows": []}
-    for batch in args.batch:
+    for batch in [1, 3] if args.cpu else BATCHES:
         torch.manual_seed(batch)
-        for cases in CASES:
-            for case in cases(batch, args, device):
-                data["rows"].append(measure(case, batch, device))
-                write_json(args.out, data)
+        for case in [*cp_cases(batch, vocab, device), *dynamo_cases(batch, device)]:
+            data["rows"].append(measure(case, batch, device))
+            write_json(args.out, data)
     print(rows_table(data))
 
 

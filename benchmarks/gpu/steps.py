@@ -23,7 +23,10 @@ from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.benchmarks.systems import System
 
 PROMPT = list(range(5, 25))
+BATCHES = (1, 8)
+ROUNDS = 5
 WARM_STEPS = 30
+STEPS = 100
 NEW_TOKENS = 400
 SETTINGS: dict[str, Any] = {
     "max_model_len": 1024,
@@ -36,12 +39,12 @@ SETTINGS: dict[str, Any] = {
 COLUMNS = ("launches", "copies", "graphs", "nodes", "waits")
 
 
-def count_calls(engine: Any, batch: int, steps: int) -> list[dict[str, Any]]:
+def count_calls(engine: Any, batch: int) -> list[dict[str, Any]]:
     """Calls of a decode step, and of a step that a prompt joins; runs in the engine's process."""
     names = add_requests(engine, [PROMPT] * batch, NEW_TOKENS, 0.0, 1.0)
     for _ in range(WARM_STEPS):
         engine.step()
-    decoding = profile(engine, steps)
+    decoding = profile(engine, STEPS)
     names += add_requests(engine, [PROMPT], NEW_TOKENS, 0.0, 1.0, first=batch)
     joining = profile(engine, 1)
     engine.abort_request(names)
@@ -90,9 +93,6 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--system", action="append", required=True, metavar="NAME=JSON")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests")
-    parser.add_argument("--steps", type=int, default=100, help="decode steps per round")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", default="{}", metavar="JSON", help="further engine arguments")
     args = parser.parse_args()
     settings = {**SETTINGS, "model": args.model, **json.loads(args.engine)}
@@ -104,10 +104,10 @@ def main() -> None:
             log = args.out.with_suffix(f".{name}.log")
             engines.append(EngineProcess(System(name, json.loads(config)), settings, log))
             running.callback(engines[-1].close)
-        for _ in range(args.rounds):
-            for batch in args.batch:
+        for _ in range(ROUNDS):
+            for batch in BATCHES:
                 for engine in engines:
-                    for calls in engine.call(count_calls, batch, args.steps):
+                    for calls in engine.call(count_calls, batch):
                         key = calls["step"], batch, engine.name
                         row = {"system": engine.name, "batch": batch, **calls}
                         least = rows.get(key, row)["host microseconds"]
