@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench decode`: systems decode the same batches in turns, or all prompts of some files once (--acceptance)."""
+"""`ppd bench decode`: systems decode the same batches in turns.
+
+With --acceptance they decode all prompts once, with drafts in every step.
+"""
 
 import time
 from collections import defaultdict
@@ -24,7 +27,7 @@ SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sl
 
 
 class Trial(NamedTuple):
-    """A batch that every system decodes in turn, and the keys of its turns in the file of results."""
+    """A batch that every system decodes in turn, and the keys of its turns in the file."""
 
     place: dict[str, Any]
     prompts: list[list[int]]
@@ -36,7 +39,8 @@ class Trial(NamedTuple):
 def decode(options: DecodeOptions) -> str:
     """Measure what the file of results lacks; returns the tables.
 
-    A trial that was stopped between two systems is measured again as a whole, since ratios are between neighbours.
+    A trial that was stopped between two systems is measured again as a whole, since ratios are
+    between neighbours.
 
     Raises:
         BenchError, HeadsError: on bad input, or if vLLM alone fails.
@@ -68,7 +72,7 @@ def is_whole(trial: Trial, run: Run) -> bool:
 
 
 def speed_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
-    """A batch of further prompts for each round and size; where there are too few prompts, they come again."""
+    """A batch of further prompts for each round and size; too few prompts come again."""
     ids = [prompt.ids for prompt in prompts]
     wanted = options.rounds * sum(options.batch_sizes)
     if len(ids) < wanted:
@@ -159,46 +163,41 @@ def measure(
             else:
                 running.callback(engine.close)
                 engines.append(engine)
-        warm: set[tuple[float, int]] = set()
+        warm: set[tuple[str, float, int]] = set()
         for run, trial in tqdm(missing, desc="trials", mininterval=1):
             stopped = trial.turns(run)
             run["turns"] = [turn for turn in run["turns"] if turn not in stopped]
             temperature = run["options"]["temperature"]
-            size = trial.place["batch"]
             base_ids: list[list[int]] = []
             for engine in list(engines):
+                state = engine.name, temperature, trial.place["batch"]
                 try:
-                    if (temperature, size) not in warm:
-                        tokens = min(WARM_UP_TOKENS, options.new_tokens)
-                        engine.call(decode_batch, others[:size], tokens, temperature, options.top_p)
+                    if state not in warm:
+                        warm_up = min(WARM_UP_TOKENS, options.new_tokens)
+                        engine.call(decode_batch, others[: state[2]], warm_up, temperature, options.top_p)
+                        warm.add(state)
                     if options.group:
                         time.sleep(SPIN_SECONDS)
-                    decoded = engine.call(decode_batch, trial.prompts, options.new_tokens, temperature, options.top_p)
+                    turn = engine.call(decode_batch, trial.prompts, options.new_tokens, temperature, options.top_p)
                 except BenchError as error:
                     leave_out(engine.name, error)
                     engines.remove(engine)
                     continue
-                ids = decoded.pop("token_ids")
+                ids = turn.pop("token_ids")
                 if engine.name == BASE:
                     base_ids = ids
-                turn = {
-                    "contender": engine.name,
-                    **trial.place,
-                    "prompts": len(ids),
-                    **decoded,
-                }
-                turn["request_steps"] = len(ids) * (options.new_tokens - 1) - decoded["accepted_tokens"]
                 if not temperature:
                     turn |= compare(base_ids, ids)
-                run["turns"].append(turn)
+                turn["prompts"] = len(ids)
+                turn["request_steps"] = len(ids) * (options.new_tokens - 1) - turn["accepted_tokens"]
+                run["turns"].append({"contender": engine.name, **trial.place, **turn})
                 if options.group:
                     run["predicted"] = predictions(engines, run, options.new_tokens)
                 results.write()
-            warm.add((temperature, size))
 
 
 def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
-    """How many greedy tokens equal those of vLLM alone at the same position, and which texts do not."""
+    """How many greedy tokens equal those of vLLM alone by position, and which texts do not."""
     pairs = list(zip(base, ids, strict=True))
     return {
         "same_tokens": sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True)),

@@ -24,8 +24,8 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.systems import System
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-# With small pages the same product takes up to a tenth longer in one process than in another, depending on the memory
-# that each got.
+# With small pages the same product takes up to a tenth longer in one process than in another,
+# depending on the memory that each got.
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # read by torch
     # For matrices that vLLM packs: separate memory for each, never reused.
@@ -109,7 +109,7 @@ class EngineProcess:
 
 def serve(pipe: Connection, system: System, arguments: dict[str, Any], log: str) -> None:
     """The child's side: start the engine, then call functions with it until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -213,12 +213,14 @@ def decode_batch(
 ) -> dict[str, Any]:
     """Decode prompts as one batch.
 
-    Only steps in which all requests decode are timed: not prefill, and not the tail in which some requests have ended.
+    Only steps in which all requests decode are timed: not prefill, and not the tail in which some
+    requests have ended.
 
     Returns:
-        window_tokens, window_seconds, steps: of the timed steps; drafts, draft_tokens, accepted_tokens: as vLLM counts
-        them; accepted_lengths: drafts of which 0, 1, 2, ... tokens were accepted; ours: our counters; peak_bytes: so
-        far, None where workers are further processes; token_ids [requests][tokens].
+        window_tokens, window_seconds, steps: of the timed steps; drafts, draft_tokens,
+        accepted_tokens: as vLLM counts them; accepted_lengths: drafts of which 0, 1, 2, ... tokens
+        were accepted; ours: our counters; peak_bytes: so far, None where workers are further
+        processes; token_ids [requests][tokens].
 
     Raises:
         BenchError: if no step was timed.

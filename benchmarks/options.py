@@ -50,8 +50,9 @@ class DecodeOptions(BaseModel):
     )
     group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (),
-        description="compare worker groups with these numbers of candidates, and two tensor-parallel ranks, with "
-        "vLLM's two pipeline stages instead; --heads is the groups' folder of early heads",
+        description="compare worker groups with these numbers of candidates, and two "
+        "tensor-parallel ranks, with vLLM's two pipeline stages instead; --heads is the groups' "
+        "folder of early heads",
     )
     adaptive: bool | None = Field(
         None,
@@ -65,8 +66,8 @@ class DecodeOptions(BaseModel):
     )
     acceptance: bool = Field(
         False,
-        description="decode all prompts once, in batches of a category and of the largest --batch-sizes, with drafts "
-        "in every step, and count accepted drafts and texts that equal vLLM's",
+        description="decode all prompts once, in batches of a category and of the largest "
+        "--batch-sizes, with drafts in every step; count accepted drafts and texts that equal vLLM's",
     )
     prompts: int | None = Field(
         None,
@@ -104,6 +105,6 @@ class DecodeOptions(BaseModel):
         return self
 
     def settings(self) -> dict[str, Any]:
-        """What a run must share with a stopped one to continue it; systems are compared by themselves."""
+        """What a run must share with a stopped one to continue it, apart from the systems."""
         systems = {"heads", "plain", "eagle", "also", "group", "adaptive", "drafts"}
         return self.model_dump(mode="json", exclude=systems | {"rounds", "temperatures", "out"})

@@ -23,8 +23,8 @@ class Prompt(NamedTuple):
 def read_prompts(data: tuple[str, ...], model: str, longest: int, trust_remote_code: bool = False) -> list[Prompt]:
     """The prompts of all records in files; of each category and each long text one after the other in turn.
 
-    A record has prompt_token_ids, messages (the prompt ends with the last user's), prompt, or text, which is cut into
-    pieces of `longest` tokens. Other prompts that are longer are left out.
+    A record has prompt_token_ids, messages (the prompt ends with the last user's), prompt, or text,
+    which is cut into pieces of `longest` tokens. Other prompts that are longer are left out.
 
     Args:
         data: .jsonl files.

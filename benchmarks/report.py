@@ -5,7 +5,8 @@
     python -m vllm_ppd.benchmarks.report FILE.json --plot speeds.svg      # draw greedy speed-ups
     python -m vllm_ppd.benchmarks.report --page                           # write benchmarks/results/README.md
 
-The page has a section for each benchmarks/results/NAME.json, with the title and the notes of NAME.md.
+The page has a section for each benchmarks/results/NAME.json, with the title and the notes of
+NAME.md.
 """
 
 import argparse
@@ -23,14 +24,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
 RESAMPLES = 2000
 CONFIDENCE = 0.9
 SPEED_LEGEND = """\
-batch: tokens/s of all requests while all of them decode; for other systems the speed-up over vLLM alone in the same
-round (median and 90 % bootstrap interval over rounds). accepted: accepted / drafted tokens. same tokens: greedy tokens
-that equal those of vLLM alone at the same position, over all batches; all tokens after the first difference count.
-memory: the peak of the GPU, or of the process."""
+batch: tokens/s of all requests while all of them decode; for other systems the speed-up over vLLM
+alone in the same round (median and 90 % bootstrap interval over rounds). accepted: accepted /
+drafted tokens. same tokens: greedy tokens that equal those of vLLM alone at the same position, over
+all batches; all tokens after the first difference count. memory: peak of the GPU, or of the
+process."""
 ACCEPTANCE_LEGEND = """\
-same text: prompts whose greedy text equals that of vLLM alone, token for token. accepted: drafts per step of a request
-(90 % bootstrap interval over batches). by position: share of steps in which the drafts up to the first, second, ...
-position were accepted. cost: weights that the drafts of a step read, relative to a pass of the target."""
+same text: prompts whose greedy text equals that of vLLM alone, token for token. accepted, drafted:
+drafts per decode step of a request (90 % bootstrap interval over batches). by position: share of
+steps in which the drafts up to the first, second, ... position were accepted. cost: weights that
+the drafts of a step read, relative to a pass of the target."""
 
 
 class Estimate(NamedTuple):
@@ -45,7 +48,12 @@ class Estimate(NamedTuple):
 
 
 def bootstrap(statistic: Callable[..., Any], *values: Sequence[float]) -> Estimate:
-    """A statistic of paired values [n] each, which maps [..., n] to [...], and its interval over resampled pairs."""
+    """A statistic of columns of n values, and its interval when the rows are resampled.
+
+    Args:
+        statistic: maps arrays [..., n] to [...].
+        values: columns of n numbers.
+    """
     arrays = [np.asarray(column, dtype=float) for column in values]
     chosen = np.random.default_rng(0).integers(len(arrays[0]), size=(RESAMPLES, len(arrays[0])))
     samples = statistic(*(array[chosen] for array in arrays))
@@ -62,7 +70,7 @@ def ratio_of_sums(numerators: Any, denominators: Any) -> Any:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table whose columns are as wide as their widest cell; columns without values are left out."""
+    """A table with padded columns; columns without values are left out."""
     columns = [[name, *(str(row[number]) for row in rows)] for number, name in enumerate(header)]
     columns = [column for column in columns if set(column[1:]) != {"-"}]
     widths = [max(map(len, column)) for column in columns]
@@ -218,25 +226,23 @@ def section(path: Path) -> str:
 
 
 def plot(path: Path, out: Path) -> None:
-    """Draw the greedy speed-ups of a file as bars with their intervals, a group for each batch size."""
+    """Draw the greedy speed-ups of a file over the batch size, with their intervals."""
     import matplotlib.pyplot as plt
 
     run = next(run for run in json.loads(path.read_text())["runs"] if not run["options"]["temperature"])
     sizes = sorted({turn["batch"] for turn in run["turns"]})
-    names = [name for name in run["contenders"] if name != BASE and turns_of(run, name)]
-    width = 0.8 / len(names)
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
-    for number, name in enumerate(names):
-        found = [(index, speed_up(run, name, size)) for index, size in enumerate(sizes)]
-        places = [index + (number + 0.5) * width - 0.4 for index, estimate in found if estimate]
-        estimates = [estimate for _, estimate in found if estimate]
-        errors = [[e.value - e.low for e in estimates], [e.high - e.value for e in estimates]]
-        axes.bar(places, [e.value for e in estimates], width, yerr=errors, capsize=2, label=name)
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    for name in run["contenders"]:
+        estimates = [speed_up(run, name, size) for size in sizes]
+        if name == BASE or None in estimates:
+            continue
+        value, low, high = np.array(estimates).T
+        axes.errorbar(sizes, value, yerr=(value - low, high - value), marker="o", capsize=3, label=name)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(sizes)), [f"batch {size}" for size in sizes])
-    axes.set_ylabel("speed-up over vLLM alone")
-    axes.set_title(f"Greedy decoding, {run['machine']}")
-    axes.legend(ncols=4, fontsize="small")
+    axes.set(title=f"Greedy decoding, {run['machine']}", xlabel="requests", ylabel="speed-up over vLLM alone")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(out)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of results: runs with every turn, written as soon as it ends, and where each was measured."""
+"""Files of results: runs with every turn, and where each was measured."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def processor() -> str:
 
 
 def commit() -> str | None:
-    """The commit of a checkout, with -dirty if files were changed; None for an installed package."""
+    """The commit of a checkout, with -dirty after changes; None for an installed package."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -91,7 +91,7 @@ class Results:
             self.data["runs"] = read_runs(path)
 
     def run_of(self, options: dict[str, Any], contenders: dict[str, Any]) -> Run:
-        """The run with these options and systems on this machine and commit: a stopped one, or a new one."""
+        """The run with these options and systems on this machine: a stopped one, or a new one."""
         facts = {**provenance(), "options": options, "contenders": contenders}
         run: Run = json.loads(json.dumps({**facts, "failures": {}, "turns": []}))
         for earlier in self.data["runs"]:

@@ -18,14 +18,14 @@ STAGES = {"pipeline_parallel_size": 2}
 
 @dataclass(frozen=True)
 class System:
-    """An engine to compare: its speculative_config (None: no speculation) and further engine arguments."""
+    """An engine to compare: its speculative_config, and further engine arguments."""
 
     name: str
     speculative_config: dict[str, Any] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
-        """What is stored with its turns; the stamp tells a checkpoint from another in the same folder."""
+        """What is stored with its turns; the stamp changes if the checkpoint is written again."""
         folder = (self.speculative_config or {}).get("model")
         files = Path(folder).glob("*.safetensors") if folder else []
         stamp = max((file.stat().st_mtime_ns for file in files), default=None)
@@ -95,7 +95,7 @@ def from_json(text: str, drafts: int | None) -> System:
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise BenchError(f'--also {text}: not NAME={{JSON}}, such as \'exit 9={{"method": "ppd", "exit_layer": 9}}\'')
+        raise BenchError(f"--also {text}: not NAME={{JSON}}; give a speculative_config, as in --help")
     engine = config.pop("engine", {})
     if config and drafts is not None:
         config.setdefault("num_speculative_tokens", drafts)
@@ -103,7 +103,7 @@ def from_json(text: str, drafts: int | None) -> System:
 
 
 def worker_groups(options: DecodeOptions) -> list[System]:
-    """Two pipeline stages twice, a group for each number of candidates, and two tensor-parallel ranks."""
+    """Two pipeline stages twice, groups, and two tensor-parallel ranks."""
     if len(options.heads) > 1:
         raise BenchError("--heads: give a single folder of early heads for worker groups")
     config: dict[str, Any] = {

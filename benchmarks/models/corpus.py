@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: the sources of Python's standard library, which every machine has.
 
-`python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and validation.jsonl for
-`ppd train`.
+`python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and
+validation.jsonl for `ppd train`.
 """
 
 from __future__ import annotations

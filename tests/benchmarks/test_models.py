@@ -148,8 +148,11 @@ def test_answers_come_back_with_the_prompts_that_are_there(tmp_path: Path, monke
     names = {"answers": "answers.jsonl.xz", "prompts": "prompts.jsonl", "out": "out.jsonl"}
     unpack(UnpackOptions(model="M", **{name: str(tmp_path / file) for name, file in names.items()}))
     assert json.loads((tmp_path / "out.jsonl").read_text()) == {
-        "prompt_token_ids": ids["two"], "token_ids": [7, 8], "finish_reason": "stop", "index": 1,
-    }  # fmt: skip
+        "prompt_token_ids": ids["two"],
+        "token_ids": [7, 8],
+        "finish_reason": "stop",
+        "index": 1,
+    }
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,18 @@ def run_of(*turns: dict[str, Any], temperature: float = 0.0) -> dict[str, Any]:
 
 def timed(name: str, number: int, tokens: int, seconds: float) -> dict[str, Any]:
     return {
-        "contender": name, "batch": 2, "round": number, "window_tokens": tokens, "window_seconds": seconds, "steps": 10,
-        "draft_tokens": 30, "accepted_tokens": 15, "same_tokens": 9, "compared_tokens": 10, "peak_bytes": None,
-    }  # fmt: skip
+        "contender": name,
+        "batch": 2,
+        "round": number,
+        "window_tokens": tokens,
+        "window_seconds": seconds,
+        "steps": 10,
+        "draft_tokens": 30,
+        "accepted_tokens": 15,
+        "same_tokens": 9,
+        "compared_tokens": 10,
+        "peak_bytes": None,
+    }
 
 
 def test_ratios_are_paired_by_round() -> None:
@@ -42,9 +51,17 @@ def test_an_interval_covers_the_rounds() -> None:
 
 def part(name: str, number: int, category: str, accepted: int, differ: list[int]) -> dict[str, Any]:
     return {
-        "contender": name, "part": number, "category": category, "prompts": 2, "steps": 5, "request_steps": 10,
-        "draft_tokens": 20, "accepted_tokens": accepted, "accepted_lengths": [10 - accepted, accepted], "differ": differ,
-    }  # fmt: skip
+        "contender": name,
+        "part": number,
+        "category": category,
+        "prompts": 2,
+        "steps": 5,
+        "request_steps": 10,
+        "draft_tokens": 20,
+        "accepted_tokens": accepted,
+        "accepted_lengths": [10 - accepted, accepted],
+        "differ": differ,
+    }
 
 
 def test_acceptance_by_system_and_category() -> None:
