@@ -98,12 +98,6 @@ class DecodeOptions(BaseModel):
     out: str = Field("bench.json", description="file of results; the same command continues a stopped run there")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
-    @model_validator(mode="after")
-    def check_group(self) -> Self:
-        if self.group and self.acceptance:
-            raise ValueError("--group measures speed alone; leave --acceptance out")
-        return self
-
     def settings(self) -> dict[str, Any]:
         """What a run must share with a stopped one to continue it, apart from the systems."""
         systems = {"heads", "plain", "eagle", "also", "group", "adaptive", "drafts"}

@@ -236,7 +236,6 @@ def test_texts_are_compared_by_position() -> None:
         ("--engine [1]", "--engine [1]: input should be a valid dictionary"),
         ("--temperatures 0,-1", "--temperatures"),
         ("--plain lookahead", "--plain"),
-        ("--group 1 --acceptance", "--group measures speed alone"),
     ],
 )
 def test_bad_flags_end_with_a_line(words: str, message: str, capsys: Any) -> None:
