@@ -10,9 +10,7 @@ from pydantic import (
     Field,
     Json,
     PositiveInt,
-    model_validator,
 )
-from typing_extensions import Self
 
 
 def split_commas(value: Any) -> Any:

@@ -38,7 +38,7 @@ class DemoOptions(ModelOptions):
     vocabulary: int = Field(4096, ge=257, description="tokens of the BPE; 257 leaves bytes alone")
     layers: int = Field(12, ge=1, description="decoder layers")
     hidden: int = Field(192, ge=96, multiple_of=3 * HEAD, description=f"hidden size, a multiple of {3 * HEAD}")
-    steps: int | None = Field(2400, ge=0, description="optimiser steps; 0 writes the model untrained")
+    steps: int | None = Field(2400, ge=1, description="optimizer steps")
     batch_size: int = Field(4, ge=1, description="windows of 1,024 tokens a step")
     others_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms")
 
@@ -71,16 +71,15 @@ class DemoModel(ModelRecipe):
 def run(options: DemoOptions) -> int:
     """Train the model and write its folder, with its held-out likelihood in provenance.json."""
     out = Path(options.out)
-    untrained = out / UNTRAINED if options.steps else out
+    untrained = out / UNTRAINED
     if not (untrained / "config.json").exists():
         lines = [line for path in options.data for line in Path(path).read_text().splitlines()]
         tokenizer = build_tokenizer([json.loads(line)["text"] for line in lines], options.vocabulary)
         torch.manual_seed(options.seed)
         model: Any = LlamaForCausalLM(build_config(tokenizer, options.layers, options.hidden))
-        model.to(torch.float32 if options.steps else torch.bfloat16).save_pretrained(untrained)
+        model.save_pretrained(untrained)
         tokenizer.save_pretrained(untrained)
-    if options.steps:
-        train(options.model_copy(update={"model": str(untrained)}), DemoModel)
+    train(options.model_copy(update={"model": str(untrained)}), DemoModel)
     print(f"wrote {out}")
     return 0
 
