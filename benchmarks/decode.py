@@ -189,7 +189,6 @@ def measure(
                 if not temperature:
                     turn |= compare(base_ids, ids)
                 turn["prompts"] = len(ids)
-                turn["request_steps"] = len(ids) * (options.new_tokens - 1) - turn["accepted_tokens"]
                 run["turns"].append({"contender": engine.name, **trial.place, **turn})
                 if options.group:
                     run["predicted"] = predictions(engines, run, options.new_tokens)

@@ -217,10 +217,13 @@ def decode_batch(
     requests have ended.
 
     Returns:
-        window_tokens, window_seconds, steps: of the timed steps; drafts, draft_tokens,
-        accepted_tokens: as vLLM counts them; accepted_lengths: drafts of which 0, 1, 2, ... tokens
-        were accepted; ours: our counters; peak_bytes: so far, None where workers are further
-        processes; token_ids [requests][tokens].
+        window_tokens, window_seconds, steps: of the timed steps.
+        request_steps: decode steps of all requests.
+        drafts, draft_tokens, accepted_tokens: as vLLM counts them.
+        accepted_lengths: drafts of which 0, 1, 2, ... tokens were accepted.
+        ours: counters of this package.
+        peak_bytes: so far; None where workers are further processes.
+        token_ids: [requests][tokens].
 
     Raises:
         BenchError: if no step was timed.
@@ -230,6 +233,7 @@ def decode_batch(
     seconds = 0.0
     steps = 0
     window_tokens = 0
+    request_steps = 0
     finished = False
     while engine.has_unfinished_requests():
         timed = all(tokens.values()) and not finished
@@ -238,6 +242,8 @@ def decode_batch(
         elapsed = time.perf_counter() - started
         made = 0
         for output in outputs:
+            if tokens[output.request_id]:
+                request_steps += 1
             tokens[output.request_id] += output.outputs[0].token_ids
             made += len(output.outputs[0].token_ids)
             finished |= output.finished
@@ -258,6 +264,7 @@ def decode_batch(
         "window_tokens": window_tokens,
         "window_seconds": seconds,
         "steps": steps,
+        "request_steps": request_steps,
         "drafts": drafts,
         "draft_tokens": int(change[DRAFT_TOKENS, ""]),
         "accepted_tokens": int(change[ACCEPTED_TOKENS, ""]),

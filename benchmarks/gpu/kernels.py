@@ -67,7 +67,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     """Both times, and whether the kernel pays; without a GPU only the reference runs."""
     name, reference, arguments = case
     torch_time = microseconds(partial(reference, *arguments), device)
-    row = {"kernel": name, "torch": torch_time, "verdict": "not measured"}
+    row: dict[str, Any] = {"kernel": name, "torch": torch_time, "verdict": "not measured"}
     kernel = chosen(reference, torch.empty(0, device=device))
     if kernel is not reference:
         row["Triton"] = microseconds(partial(kernel, *arguments), device)

@@ -95,10 +95,13 @@ def test_acceptance_of_all_prompts(command: list[str], tmp_path: Path, capsys: A
     cp = [turn for turn in measured if turn["contender"] == "cp"]
     assert sum(turn["accepted_tokens"] for turn in cp) > 0
     for turn in cp:
-        assert turn["request_steps"] + turn["accepted_tokens"] == 15 * turn["prompts"]
+        # A step emits its accepted drafts and one token, but for drafts past the last token.
+        assert turn["drafts"] <= turn["request_steps"] <= 15 * turn["prompts"]
+        assert turn["request_steps"] + turn["accepted_tokens"] >= 15 * turn["prompts"]
     assert "8 of 8" in capsys.readouterr().out
 
 
+@pytest.mark.engine
 def test_a_base_that_does_not_start_ends_with_a_line(command: list[str], capfd: Any) -> None:
     assert main([*command, "--kv-cache-gib", "0.001", "--batch-sizes", "64"]) == 2
     assert "give more with --kv-cache-gib" in capfd.readouterr().err.splitlines()[-1]
