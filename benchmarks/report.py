@@ -145,7 +145,7 @@ def acceptance_table(run: Run) -> str:
     rows = []
     for name in run["contenders"]:
         turns = turns_of(run, name)
-        if not turns:
+        if name == BASE or not turns:
             continue
         prompts = sum(values_of(turns, "prompts"))
         steps = request_steps(turns)
@@ -179,7 +179,7 @@ def category_table(run: Run) -> str:
     rows = []
     for name in run["contenders"]:
         turns = [turns_of(run, name, category=category) for category in categories]
-        if all(turns):
+        if name != BASE and all(turns):
             sums = [sum(values_of(some, "accepted_tokens")) / sum(request_steps(some)) for some in turns]
             rows.append([name, *(f"{value:.2f}" for value in sums)])
     return markdown(["accepted", *categories], rows)
@@ -231,6 +231,7 @@ def plot(path: Path, out: Path) -> None:
 
     run = next(run for run in json.loads(path.read_text())["runs"] if not run["options"]["temperature"])
     sizes = sorted({turn["batch"] for turn in run["turns"]})
+    plt.rcParams["svg.fonttype"] = "none"  # text stays text
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     for name in run["contenders"]:
         estimates = [speed_up(run, name, size) for size in sizes]
