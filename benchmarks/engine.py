@@ -171,14 +171,16 @@ def facts_of(engine: Any) -> dict[str, Any]:
 
 
 def counters() -> Counter[tuple[str, str]]:
-    """Counters of vLLM and ours, by name and position, summed over other labels."""
+    """Counts of vLLM and ours, by name and position, summed over other labels."""
     from prometheus_client import REGISTRY
 
     values: Counter[tuple[str, str]] = Counter()
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            if sample.name.startswith(("vllm:spec_decode_", "ppd:")) and sample.name.endswith("_total"):
-                values[sample.name, sample.labels.get("position", "")] += sample.value
+            if sample.name.endswith("_seconds_total") or not sample.name.endswith("_total"):
+                continue
+            if sample.name.startswith(("vllm:spec_decode_", "ppd:")):
+                values[sample.name, sample.labels.get("position", "")] += int(sample.value)
     return values
 
 
@@ -254,10 +256,10 @@ def decode_batch(
     if not steps:
         raise BenchError(f"{len(prompts)} requests never all decoded together; give more --new-tokens")
     change = counters() - before
-    drafts = int(change[DRAFTS, ""])
+    drafts = change[DRAFTS, ""]
     reached = [drafts]  # drafts of which at least 0, 1, 2, ... tokens were accepted
     while change[ACCEPTED_AT, str(len(reached) - 1)]:
-        reached.append(int(change[ACCEPTED_AT, str(len(reached) - 1)]))
+        reached.append(change[ACCEPTED_AT, str(len(reached) - 1)])
     lengths = [more - less for more, less in zip(reached, [*reached[1:], 0], strict=True)]
     ours = {name[len("ppd:") : -len("_total")]: value for (name, _), value in change.items() if name.startswith("ppd:")}
     return {
@@ -266,8 +268,8 @@ def decode_batch(
         "steps": steps,
         "request_steps": request_steps,
         "drafts": drafts,
-        "draft_tokens": int(change[DRAFT_TOKENS, ""]),
-        "accepted_tokens": int(change[ACCEPTED_TOKENS, ""]),
+        "draft_tokens": change[DRAFT_TOKENS, ""],
+        "accepted_tokens": change[ACCEPTED_TOKENS, ""],
         "accepted_lengths": lengths,
         "ours": ours,
         "peak_bytes": peak_bytes(engine),

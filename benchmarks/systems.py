@@ -52,8 +52,8 @@ def systems_of(options: DecodeOptions) -> list[System]:
     if "ppd" in options.plain:
         systems.append(System("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}))
     if "ngram" in options.plain:
-        config = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
-        systems.append(System("ngram", {"method": "ngram", **config}))
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
+        systems.append(System("ngram", {"method": "ngram", **lookup}))
     if options.eagle is not None:
         systems.append(from_eagle(options.eagle, drafts))
     systems += [from_json(text, options.drafts) for text in options.also]
