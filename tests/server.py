@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server as a user starts it: `vllm serve` in a process of its own, on the loopback interface."""
 
+import contextlib
+import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_ppd.benchmarks.serve.server import end, start
+from vllm_ppd.vllm_plugins.platform import on_end_of_parent
 
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 300
+STOP_SECONDS = 30
 LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26))
 
@@ -26,7 +33,20 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         self.log, self.model = log, str(model)
-        self.process = start(["serve", str(model), "--host", "127.0.0.1", "--port", port, *FLAGS, *args], log, LOGGED)
+        command = [*VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", port, *FLAGS, *args]
+        environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
+        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
+        if openmp.exists():
+            environment.setdefault("LD_PRELOAD", str(openmp))
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=partial(on_end_of_parent, signal.SIGTERM),
+            )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
@@ -52,4 +72,11 @@ class Server:
         return values
 
     def stop(self) -> None:
-        end(self.process, signal.SIGINT)
+        """End the server and all processes that it started."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's answers on which heads were trained, kept without the prompts, whose licences vary.
 
-    python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts prompts.jsonl --model M --out FILE
+    python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts prompts.jsonl \\
+        --model M --out FILE
 
 Each line of answers.jsonl.xz has the tokens of an answer and a digest of the prompt's tokens.
 """
@@ -16,9 +17,6 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.files import replaced
-
 DIGITS = 16  # digits of a prompt's digest
 
 
@@ -26,8 +24,8 @@ class UnpackOptions(BaseModel):
     """Options for joining packed answers with their prompts."""
 
     answers: str = Field(description=".jsonl.xz of answers")
-    prompts: str = Field(description=".jsonl of prompts, in any order; answers to others are left out")
-    model: str = Field(description="the target that answered, whose chat template renders the prompts")
+    prompts: str = Field(description=".jsonl of chats, in any order; other answers are left out")
+    model: str = Field(description="the target that answered, whose chat template renders prompts")
     out: str = Field(description=".jsonl to write, for `ppd train --data`")
 
 
@@ -37,28 +35,27 @@ def digest(prompt: list[int]) -> str:
 
 
 def unpack(options: UnpackOptions) -> int:
-    """Write the chats as `ppd data` wrote them, without those whose prompts are missing.
-
-    Raises:
-        BenchError: if all prompts are missing.
-    """
+    """Write the chats as `ppd data` wrote them, without those whose prompts are missing."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     prompts = {}
-    with Path(options.prompts).open(encoding="utf-8") as lines:
-        for line in lines:
-            messages = json.loads(line)["messages"]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            prompts[digest(ids)] = ids
-    with lzma.open(options.answers, "rt") as packed:
-        records = [json.loads(line) for line in packed]
-    known = [(index, record) for index, record in enumerate(records) if record["prompt"] in prompts]
-    if not known:
-        raise BenchError(f"--prompts {options.prompts} has none of the prompts of {options.answers}")
-    with replaced(Path(options.out)) as new, new.open("w") as chats:
-        for index, record in known:
-            chat = {"prompt_token_ids": prompts[record["prompt"]], "token_ids": record["token_ids"]}
-            chats.write(json.dumps(chat | {"finish_reason": record["end"], "index": index}) + "\n")
-    print(f"{options.out}: {len(known):,} chats, {len(records) - len(known):,} without their prompt")
+    for line in Path(options.prompts).read_text(encoding="utf-8").splitlines():
+        messages = json.loads(line)["messages"]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        prompts[digest(rendered["input_ids"])] = rendered["input_ids"]
+    written = 0
+    with lzma.open(options.answers, "rt") as packed, open(options.out, "w") as chats:
+        for index, line in enumerate(packed):
+            record = json.loads(line)
+            if record["prompt"] in prompts:
+                chat = {
+                    "prompt_token_ids": prompts[record["prompt"]],
+                    "token_ids": record["token_ids"],
+                    "finish_reason": record["end"],
+                    "index": index,
+                }
+                chats.write(json.dumps(chat) + "\n")
+                written += 1
+    print(f"{options.out}: {written:,} chats")
     return 0

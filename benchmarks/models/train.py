@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -14,10 +15,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_ppd.benchmarks.models.eagle import ModelOptions, ModelRecipe
-from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.recipe import Counts
 from vllm_ppd.heads.training.target import Target
@@ -41,7 +38,7 @@ class DemoOptions(ModelOptions):
     vocabulary: int = Field(4096, ge=257, description="tokens of the BPE; 257 leaves bytes alone")
     layers: int = Field(12, ge=1, description="decoder layers")
     hidden: int = Field(192, ge=96, multiple_of=3 * HEAD, description=f"hidden size, a multiple of {3 * HEAD}")
-    steps: int | None = Field(2400, ge=0, description="optimiser steps; 0 writes the model untrained")
+    steps: int | None = Field(2400, ge=1, description="optimizer steps")
     batch_size: int = Field(4, ge=1, description="windows of 1,024 tokens a step")
     others_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms")
 
@@ -68,24 +65,21 @@ class DemoModel(ModelRecipe):
         self.model.to(torch.bfloat16).save_pretrained(out)
         self.target.tokenizer.save_pretrained(out)
         shutil.rmtree(out / UNTRAINED)
-        write_text(out / "provenance.json", provenance)
+        (out / "provenance.json").write_text(provenance)
 
 
 def run(options: DemoOptions) -> int:
     """Train the model and write its folder, with its held-out likelihood in provenance.json."""
-    check_data(options.data)
     out = Path(options.out)
-    untrained = out / UNTRAINED if options.steps else out
-    with writing_folder(out):
-        if not (untrained / "config.json").exists():
-            texts = [document.text for document in Documents(options.data, lambda: None, report=False)]
-            tokenizer = build_tokenizer(texts, options.vocabulary)
-            torch.manual_seed(options.seed)
-            model: Any = LlamaForCausalLM(build_config(tokenizer, options.layers, options.hidden))
-            model.to(torch.float32 if options.steps else torch.bfloat16).save_pretrained(untrained)
-            tokenizer.save_pretrained(untrained)
-    if options.steps:
-        train(options.model_copy(update={"model": str(untrained)}), DemoModel)
+    untrained = out / UNTRAINED
+    if not (untrained / "config.json").exists():
+        lines = [line for path in options.data for line in Path(path).read_text().splitlines()]
+        tokenizer = build_tokenizer([json.loads(line)["text"] for line in lines], options.vocabulary)
+        torch.manual_seed(options.seed)
+        model: Any = LlamaForCausalLM(build_config(tokenizer, options.layers, options.hidden))
+        model.save_pretrained(untrained)
+        tokenizer.save_pretrained(untrained)
+    train(options.model_copy(update={"model": str(untrained)}), DemoModel)
     print(f"wrote {out}")
     return 0
 
@@ -96,9 +90,11 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
@@ -108,8 +104,15 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 def build_config(tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int) -> LlamaConfig:
     """The configuration of a Llama with the options' depth and width."""
     return LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // HEAD, num_key_value_heads=hidden // (3 * HEAD), head_dim=HEAD,
-        max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD,
+        num_key_value_heads=hidden // (3 * HEAD),
+        head_dim=HEAD,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+    )

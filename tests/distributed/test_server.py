@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import Factory
-from server import LOGGED, Server
-
-from vllm_ppd.benchmarks.serve.server import VLLM
+from server import LOGGED, VLLM, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 

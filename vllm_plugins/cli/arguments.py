@@ -14,7 +14,7 @@ from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
 Options = TypeVar("Options", bound=BaseModel)
-METAVARS = {"heads": "FOLDER", "also": "NAME={JSON}", "traces": "NAME"}  # others take files
+METAVARS = {"heads": "FOLDER", "also": "NAME={JSON}"}  # others take files
 
 
 class Command(NamedTuple):

@@ -114,12 +114,9 @@ def test_commands_that_continue_say_who_writes(tiny_model: Factory, data: Path, 
     """Before a model is loaded."""
     heads, results = tmp_path / "heads", tmp_path / "results.json"
     assert main(train(tiny_model(), data, heads, 1)) == 0
-    model = ["--model", str(tiny_model()), "--data", str(data), "--out", str(results)]
     with writing_folder(heads), writing_file(results):
         for command, name in (
             (["calibrate", str(heads), "--data", str(data)], "heads folder "),
-            (["bench", "decode", *model], "--out "),
-            (["bench", "acceptance", *model], "--out "),
             (["data", "--model", str(tiny_model()), "--prompts", str(data), "--out", str(results)], "--out "),
         ):
             capsys.readouterr()

@@ -28,9 +28,9 @@ def test_help_shows_defaults_of_zero_and_what_lists_take(capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "decode", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "0 decodes greedily (default 0.0)" in text and "random choices (default 0)" in text
+    assert "seed of the engines (default 0)" in text
     assert "(default False)" not in text and "(default ())" not in text and "(default None)" not in text
-    for flag in ("--data FILE", "--heads FOLDER", "--also NAME={JSON}", "--traces NAME"):
+    for flag in ("--data FILE", "--heads FOLDER", "--also NAME={JSON}"):
         assert f"{flag} [" in text
 
 

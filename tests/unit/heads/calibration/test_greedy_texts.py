@@ -9,7 +9,6 @@ import torch
 from conftest import Factory
 from transformers import GenerationConfig
 
-from vllm_ppd.benchmarks.serve.options import ServeOptions
 from vllm_ppd.heads.calibration.text import end_tokens, generate
 from vllm_ppd.heads.training.target import Target
 
@@ -79,8 +78,3 @@ def test_every_end_token_ends(target: Target, prompts: torch.Tensor, monkeypatch
     assert texts.lengths[0] == 1
     said = [row[:length] for row, length in zip(texts.generated.tolist(), texts.lengths.tolist(), strict=True)]
     assert said == argmax(target, prompts, [0, 9, first])
-
-
-def test_servers_under_load_have_no_penalties() -> None:
-    options = ServeOptions(model="m", data=("d",), out="o")
-    assert options.engine_arguments["generation_config"] == "vllm"

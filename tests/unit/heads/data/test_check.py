@@ -23,9 +23,6 @@ COMMANDS = {
     "train": ["train", "early", *MODEL, "--data"],
     "calibrate": ["calibrate", str(HEADS), "--prompts", "2", "--data"],
     "data": ["data", *MODEL, "--prompts"],
-    "decode": ["bench", "decode", *MODEL, "--data"],
-    "serve": ["bench", "serve", *MODEL, "--data"],
-    "acceptance": ["bench", "acceptance", *MODEL, "--data"],
 }
 BAD: dict[str, tuple[str, str | None, str]] = {
     "no file": ("none.jsonl", None, "data file 'none.jsonl' does not exist"),

@@ -11,9 +11,7 @@ from conftest import write_texts
 from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
-from vllm_ppd.benchmarks.harness.prompts import read_prompts
-from vllm_ppd.benchmarks.serve.options import ServeOptions
-from vllm_ppd.benchmarks.serve.run import Workload
+from vllm_ppd.benchmarks.prompts import read_prompts
 from vllm_ppd.heads.calibration.text import take_prompts
 from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
@@ -291,7 +289,7 @@ def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch:
     assert all(ids[0] == BOS and BOS not in ids[1:] for ids in prompts)
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
-    prompts = read_prompts((str(data),), "any", 5, 90, False)
+    prompts = [prompt.ids for prompt in read_prompts((str(data),), "any", 5)]
     assert served[:5] in prompts
     assert all(ids[0] == BOS and BOS not in ids[1:] for ids in prompts)
 
@@ -301,12 +299,3 @@ def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch:
     user = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
     assert tokenizer(user, add_special_tokens=False)["input_ids"] in asked
     assert all(ids[0] == BOS and BOS not in ids[1:] for ids in asked)
-
-
-def test_requests_leave_special_tokens_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = with_bos()
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
-    data = write(tmp_path / "data.jsonl", *[{"text": "some text"}, {"messages": CHAT}] * 300)
-    workload = Workload(ServeOptions(model="any", data=(str(data),), context=128))
-    assert len(workload.prompts) == 600
-    assert all(tokenizer(prompt)["input_ids"].count(BOS) == 1 for prompt in workload.prompts)

@@ -10,11 +10,6 @@ import pytest
 import tiny
 from records import templated, write
 
-from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
-from vllm_ppd.benchmarks.acceptance.prompts import task_of
-from vllm_ppd.benchmarks.harness.prompts import read_prompts as bench_prompts
-from vllm_ppd.benchmarks.serve.options import ServeOptions
-from vllm_ppd.benchmarks.serve.run import Workload
 from vllm_ppd.heads.calibration.text import record_prompts, take_prompts
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
@@ -68,23 +63,8 @@ def of_data(path: str, tokenizer: Any) -> list[list[int]]:
     return list(data_prompts(DataOptions(model="any", out="-", prompts=(path,), prompt_tokens=5), tokenizer))
 
 
-def of_decode(path: str, tokenizer: Any) -> list[list[int]]:
-    return bench_prompts((path,), "any", 90, 9, False)
-
-
-def of_acceptance(path: str, tokenizer: Any) -> list[list[int]]:
-    task = task_of(AcceptanceOptions(model="any", data=(path,)))
-    return [ids for prompts in task.prompts.values() for ids in prompts]
-
-
-def of_serve(path: str, tokenizer: Any) -> list[list[int]]:
-    workload = Workload(ServeOptions(model="any", data=(path,), context=128))
-    return [tokenizer(text)["input_ids"] for text in workload.prompts]
-
-
 READERS: dict[str, Callable[[str, Any], list[list[int]]]] = {
-    "train": of_train, "calibrate": of_calibrate, "data": of_data, "bench decode": of_decode,
-    "bench acceptance": of_acceptance, "bench serve": of_serve,
+    "train": of_train, "calibrate": of_calibrate, "data": of_data,
 }  # fmt: skip
 
 

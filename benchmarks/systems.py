@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that a benchmark compares, and Theorem 4.1 of PPD for worker groups."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
+from vllm_ppd.benchmarks.options import DecodeOptions
+from vllm_ppd.heads.io import load_config
+from vllm_ppd.vllm_plugins.config.naming import is_ours
+
+DRAFTS = 3  # for systems that recommend no number
+MICRO_STEPS = 8  # most tokens that a worker group gives a request per step
+STAGES = {"pipeline_parallel_size": 2}
+
+
+@dataclass(frozen=True)
+class System:
+    """An engine to compare: its speculative_config, and further engine arguments."""
+
+    name: str
+    speculative_config: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """What is stored with its turns; the stamp changes if the checkpoint is written again."""
+        folder = (self.speculative_config or {}).get("model")
+        files = Path(folder).glob("*.safetensors") if folder else []
+        stamp = max((file.stat().st_mtime_ns for file in files), default=None)
+        return {
+            "speculative_config": self.speculative_config,
+            "engine": self.engine,
+            "stamp": stamp,
+        }
+
+
+def systems_of(options: DecodeOptions) -> list[System]:
+    """vLLM alone, a second engine of it, and the systems that the options name.
+
+    Raises:
+        BenchError, HeadsError: if a checkpoint is missing, or a system is no speculative_config.
+    """
+    if options.group:
+        return worker_groups(options)
+    systems = [System(BASE)]
+    if not options.acceptance:
+        systems.append(System(CONTROL))
+    systems += [from_heads(folder, options.drafts) for folder in options.heads]
+    drafts = options.drafts or DRAFTS
+    if "ppd" in options.plain:
+        systems.append(System("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}))
+    if "ngram" in options.plain:
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
+        systems.append(System("ngram", {"method": "ngram", **lookup}))
+    if options.eagle is not None:
+        systems.append(from_eagle(options.eagle, drafts))
+    systems += [from_json(text, options.drafts) for text in options.also]
+    names = [system.name for system in systems]
+    for name in names:
+        if names.count(name) > 1:
+            raise BenchError(f"two systems have the name {name!r}; name one of them with --also NAME=...")
+    adaptive = options.adaptive
+    if options.acceptance and adaptive is None:
+        adaptive = False
+    if adaptive is not None:
+        for system in systems:
+            config = system.speculative_config
+            if config is not None and is_ours(config):
+                config.setdefault("adaptive", adaptive)
+    return systems
+
+
+def from_heads(folder: str, drafts: int | None) -> System:
+    most = load_config(folder).max_drafts
+    config: dict[str, Any] = {"model": folder}
+    if drafts is not None:
+        config["num_speculative_tokens"] = drafts if most is None else min(drafts, most)
+    return System(Path(folder).name, config)
+
+
+def from_eagle(folder: str, drafts: int) -> System:
+    config = Path(folder) / "config.json"
+    if not config.is_file():
+        raise BenchError(f"--eagle {folder} has no config.json; give a checkpoint folder")
+    method = "eagle3" if "eagle3" in config.read_text().lower() else "eagle"
+    return System(method, {"method": method, "model": folder, "num_speculative_tokens": drafts})
+
+
+def from_json(text: str, drafts: int | None) -> System:
+    name, _, value = text.partition("=")
+    try:
+        config = json.loads(value)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise BenchError(f"--also {text}: not NAME={{JSON}}; give a speculative_config, as in --help")
+    engine = config.pop("engine", {})
+    if config and drafts is not None:
+        config.setdefault("num_speculative_tokens", drafts)
+    return System(name, config or None, engine)
+
+
+def worker_groups(options: DecodeOptions) -> list[System]:
+    """Two pipeline stages twice, groups, and two tensor-parallel ranks."""
+    if len(options.heads) > 1:
+        raise BenchError("--heads: give a single folder of early heads for worker groups")
+    config: dict[str, Any] = {
+        "method": "ppd",
+        "num_speculative_tokens": options.drafts or MICRO_STEPS - 1,
+        "disable_by_batch_size": max(options.batch_sizes),
+    }
+    if options.heads:
+        config["model"] = options.heads[0]
+    systems = [System(BASE, None, STAGES), System(CONTROL, None, STAGES)]
+    for candidates in options.group:
+        systems.append(System(f"group, k = {candidates}", config | {"candidates": candidates}, STAGES))
+    systems.append(System("TP 2", None, {"tensor_parallel_size": 2}))
+    return systems
+
+
+class Theorem(NamedTuple):
+    """PPD, Theorem 4.1, divided by the number of tokens; the unit is one layer of one token."""
+
+    latency: float  # layers one after the other: d - (d - d_bar) p (l - 1) / l
+    compute: float  # layers in all: the latency, and k (d - d_bar)
+
+
+def theorem(num_layers: int, split: int, candidates: int, match_rate: float, tokens: int) -> Theorem:
+    """Expected latency and compute per token.
+
+    Args:
+        num_layers: d.
+        split: d_bar, the layer after which candidates are taken, at least d/2.
+        candidates: k.
+        match_rate: p_correct.
+        tokens: l, of which the first is never started early.
+    """
+    late = num_layers - split
+    latency = num_layers - late * match_rate * (tokens - 1) / tokens
+    return Theorem(latency, latency + candidates * late)
