@@ -9,15 +9,13 @@ import pytest
 import tiny
 import torch
 from cases import generate, greedy
-from conftest import DEMO, start_engine, write_texts
+from conftest import DEMO, start_engine
 from heads_folders import config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.inflate import InflateOptions, inflate_heads, inflate_model, run
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.run import calibrate
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import load_tensors, save_heads
@@ -93,21 +91,6 @@ def inflated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heads = tuple(str(HEADS / kind) for kind in KINDS)
     assert run(InflateOptions(model=str(DEMO), heads=heads, times=2, out=str(folder))) == 0
     return folder
-
-
-def test_calibration_lacks_the_timing_alone(
-    inflated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    original = json.loads((HEADS / "cp" / "calibration.json").read_text())
-    data = tuple(original["options"]["data"])
-    monkeypatch.chdir(tmp_path)
-    for name in data:  # looked at, and not measured on again
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        write_texts(Path(name), ["text"])
-    result = calibrate(CalibrationOptions(heads=str(inflated / "heads" / "cp"), data=data))
-    continues = "continues after likelihood, acceptance, vocabulary"
-    assert capsys.readouterr().out.splitlines() == [continues, "measuring timing ..."]
-    assert result["parts"]["likelihood"] == original["parts"]["likelihood"]
 
 
 @pytest.mark.engine

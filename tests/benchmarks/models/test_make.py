@@ -11,10 +11,11 @@ import pytest
 from conftest import ROOT
 
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
-from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place
-from vllm_ppd.vllm_plugins.cli.main import main, make_parser
+from vllm_ppd.vllm_plugins.cli.arguments import parse
+from vllm_ppd.vllm_plugins.cli.main import COMMANDS as PPD
+from vllm_ppd.vllm_plugins.cli.main import main
 
 
 def commands(target: str, out: Path) -> list[str]:
@@ -26,7 +27,7 @@ def commands(target: str, out: Path) -> list[str]:
             module, *arguments = shlex.split(words)
             ours = module == "vllm_ppd.benchmarks.models"
             assert ours or module == "vllm_ppd.vllm_plugins.cli.main"
-            args = (make_parser(COMMANDS) if ours else make_parser()).parse_args(arguments)  # ends where it is none
+            _, args = parse(arguments, COMMANDS if ours else PPD, "ppd")  # refuses what is none
             folder = Path(getattr(args, "heads", None) if arguments[0] == "calibrate" else args.out)
             kind = [arguments[1]] if arguments[0] == "train" and not arguments[1].startswith("--") else []
             taken.append(" ".join([arguments[0], *kind, str(folder.relative_to(out))]))
@@ -61,9 +62,7 @@ def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path
     target = f"{tmp_path}/recipes/{name}/provenance.json"
     _, _, words = run_make(target, tmp_path).rpartition("main train ")
     kind, *flags = shlex.split(words.splitlines()[0])
-    options = vars(make_parser().parse_args(["train", kind, *flags]))
-    fields = {field: value for field, value in options.items() if field in KINDS[kind].options.model_fields}
-    whole = KINDS[kind].options(**{field: value for field, value in fields.items() if value is not None})
+    _, whole = parse(["train", kind, *flags], PPD, "ppd")
     assert {field: getattr(whole, field) for field in expected} == expected
 
 
