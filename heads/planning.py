@@ -53,9 +53,7 @@ class Group(NamedTuple):
     compute: float  # layers in all
 
 
-def theorem_4_1(
-    num_layers: int, split: int, candidates: int, match_rate: float, tokens: int
-) -> Group:
+def theorem_4_1(num_layers: int, split: int, candidates: int, match_rate: float, tokens: int) -> Group:
     """PPD, Theorem 4.1, divided by the number of tokens.
 
     latency = d - (d - d_bar) (l - 1) p_correct / l

@@ -33,9 +33,7 @@ class CalibrationOptions(BaseModel):
     )
     batch: int = Field(16, ge=1, description="texts computed together")
     recommend: bool = Field(True, description="write the best setting into the heads' config")
-    precision: Literal["bfloat16", "float32"] = Field(
-        "float32", description="dtype in which the target computes"
-    )
+    precision: Literal["bfloat16", "float32"] = Field("float32", description="dtype in which the target computes")
     seed: int = Field(0, description="seed of the sampled texts")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -81,3 +81,23 @@ class Calibration:
         if counts is None or size in (None, self.target.vocab_size):
             return None
         return most_frequent(self.tensors[counts], size).to(self.target.device)
+
+
+def parts_of(measure: Callable[..., Any]) -> dict[str, Callable[[Calibration], Any]]:
+    """The parts of heads that draft from a vocabulary, by their names in calibration.json.
+
+    Args:
+        measure: maps a calibration, texts and the token IDs of a draft vocabulary (None: the whole) to
+            what is stored of them.
+    """
+
+    def acceptance(calibration: Calibration) -> dict[str, Any]:
+        return {name: measure(calibration, texts, None) for name, texts in calibration.texts()}
+
+    def vocabulary(calibration: Calibration) -> dict[int, Any]:
+        token_ids = calibration.draft_vocabulary()
+        if token_ids is None:
+            return {}
+        return {len(token_ids): measure(calibration, calibration.sampled, token_ids)}
+
+    return {"timing": Calibration.timing, "acceptance": acceptance, "vocabulary": vocabulary}

@@ -101,9 +101,7 @@ def acceptance(
     return torch.exp(-torch.logsumexp(torch.maximum(log_p, log_q + at_p - at_q), dim=-1))
 
 
-def take_prompts(
-    data: Sequence[str], target: Target, count: int, length: int, longest: int
-) -> list[list[int]]:
+def take_prompts(data: Sequence[str], target: Target, count: int, length: int, longest: int) -> list[list[int]]:
     """The prompts of records, and pieces of texts, the middle one of each text first.
 
     Args:
@@ -136,9 +134,7 @@ def take_prompts(
 
 
 @torch.no_grad()
-def generate(
-    target: Target, prompts: Sequence[list[int]], tokens: int, temperature: float = 0.0
-) -> Texts:
+def generate(target: Target, prompts: Sequence[list[int]], tokens: int, temperature: float = 0.0) -> Texts:
     """Let the target write after prompts.
 
     Args:
@@ -172,9 +168,7 @@ def generate(
         batches = torch.arange(len(prompts)).split(WRITTEN_TOGETHER)
         for some in tqdm(batches, desc="writing texts", delay=2):
             mask = real[some].long().to(target.device)
-            out = target.model.generate(
-                ids[some, :width], attention_mask=mask, generation_config=config
-            )
+            out = target.model.generate(ids[some, :width], attention_mask=mask, generation_config=config)
             ids[some, width : out.shape[1]] = out[:, width:]
     finally:
         target.model.generation_config = defaults

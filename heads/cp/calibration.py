@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.session import Calibration
+from vllm_ppd.heads.calibration.session import Calibration, parts_of
 from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
 from vllm_ppd.heads.cp.config import CPParts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
@@ -52,9 +52,7 @@ def drafted(
         for start in range(0, len(tokens), size):
             rows = slice(start, start + size)
             chances.append(
-                _chances(
-                    calibration, head, hidden[rows], final[places[rows]], tokens[rows], texts, token_ids
-                )
+                _chances(calibration, head, hidden[rows], final[places[rows]], tokens[rows], texts, token_ids)
             )
         accept[some] = torch.cat(chances).view(-1, steps, drafts).cpu()
     lengths = texts.lengths.cpu()
@@ -91,36 +89,15 @@ def _chances(
     return torch.stack(chances, dim=1)
 
 
-def _by_drafts(
-    calibration: Calibration, make: MakeHead, texts: Texts, token_ids: torch.Tensor | None = None
+def by_drafts(
+    calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None, make: MakeHead
 ) -> ByDrafts:
+    """What is stored of `drafted`."""
     counts = drafted(calibration, make, texts, token_ids)
     return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])
 
 
-def on_all_tokens(calibration: Calibration, make: MakeHead) -> dict[str, ByDrafts]:
-    """Expected acceptance on greedy and sampled texts with the whole vocabulary."""
-    return {name: _by_drafts(calibration, make, texts) for name, texts in calibration.texts()}
-
-
-def on_own_tokens(calibration: Calibration, make: MakeHead) -> dict[int, ByDrafts]:
-    """Expected acceptance on sampled texts with the heads' draft vocabulary, by its size."""
-    token_ids = calibration.draft_vocabulary()
-    if token_ids is None:
-        return {}
-    return {len(token_ids): _by_drafts(calibration, make, calibration.sampled, token_ids)}
-
-
-def parts_measured(make: MakeHead) -> dict[str, Callable[[Calibration], Any]]:
-    """The measurements of heads that `make` builds, by the names of CPParts."""
-    return {
-        "timing": Calibration.timing,
-        "acceptance": partial(on_all_tokens, make=make),
-        "vocabulary": partial(on_own_tokens, make=make),
-    }
-
-
-PARTS = parts_measured(CPHead.from_tensors)
+PARTS = parts_of(partial(by_drafts, make=CPHead.from_tensors))
 
 
 def tables(parts: CPParts) -> Iterator[str]:

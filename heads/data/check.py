@@ -47,6 +47,5 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
         raise TrainingError(f"no text in {first}{reason}; {FORMS} with text")
     if is_certain and readable < prompts:
         raise TrainingError(
-            f"{prompts} prompts are needed, but {first} have {readable}; give more data, or smaller "
-            "--prompts"
+            f"{prompts} prompts are needed, but {first} have {readable}; give more data, or smaller --prompts"
         )

@@ -98,10 +98,6 @@ class Documents:
             self.skipped[NO_RESPONSE] += 1
         return False
 
-    def token_ids(self) -> Iterator[list[int]]:
-        """The token IDs of each document: of text with the special tokens that vLLM's server adds."""
-        return (document.ids or [] for document in self.tokens())
-
     def tokens(self, prompts: bool = False) -> Iterator[Document]:
         """The documents with their token IDs and a mask of the tokens that the model is to write.
 
@@ -138,9 +134,7 @@ class Documents:
             made.append(replace(document, ids=ids, mask=mask, prompt_ids=asked))
         return made
 
-    def _by_piece(
-        self, document: Document, ids: list[int], settings: dict[str, Any]
-    ) -> tuple[list[int], list[bool]]:
+    def _by_piece(self, document: Document, ids: list[int], settings: dict[str, Any]) -> tuple[list[int], list[bool]]:
         """Token IDs and mask from a tokenizer that does not say where its tokens are in the text.
 
         Args:
@@ -228,18 +222,14 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
         TrainingError: if the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TrainingError(
-            f"{where} is a chat, but this model's tokenizer has no chat template; give 'text' instead"
-        )
+        raise TrainingError(f"{where} is a chat, but this model's tokenizer has no chat template; give 'text' instead")
     messages = chat.messages
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
 
     def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
         return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools
-            )
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools)
         )
 
     try:
@@ -261,9 +251,7 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
                 answers.append(_answer(messages[: index + 1], rendered))
             except Skipped as skipped:
                 lost.append(str(skipped))
-    made = Document(
-        readable(text), is_chat=True, prompt=prompt, lost=tuple(lost), category=chat.category
-    )
+    made = Document(readable(text), is_chat=True, prompt=prompt, lost=tuple(lost), category=chat.category)
     # A template may change a message when the chat goes on, such as dropping its reasoning.
     if all(text.startswith(before + response) for before, response in answers):
         spans = tuple((len(before), len(before) + len(response)) for before, response in answers)

@@ -186,9 +186,7 @@ def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
     if messages == []:
         raise Skipped("a chat without messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise TrainingError(
-            f"{where}: '{column}' must be a list of objects with 'role' and 'content' strings"
-        )
+        raise TrainingError(f"{where}: '{column}' must be a list of objects with 'role' and 'content' strings")
     # Templates add strings: a call of tools has no content.
     return [message | {"content": message.get("content") or ""} for message in messages]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.session import Calibration
+from vllm_ppd.heads.calibration.session import Calibration, parts_of
 from vllm_ppd.heads.calibration.text import Texts, ahead, logits_at
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
@@ -48,20 +48,15 @@ def drafted(
     ngrams = None if counts is None else counts.ngrams.to(target.device)
     steps, drafts = texts.generated.shape[1], heads.tokens - 1
     settings_of = {
-        (eps, most): settings.model_copy(update={"eps_b": eps})
-        for eps in eps_b
-        for most in range(1, drafts + 1)
+        (eps, most): settings.model_copy(update={"eps_b": eps}) for eps in eps_b for most in range(1, drafts + 1)
     }
     accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
     limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
 
-    def log_probs(states: torch.Tensor) -> torch.Tensor:
-        return logits_at(target, states, texts.temperature).log_softmax(-1)
-
-    def joint_log_probs(states: torch.Tensor) -> torch.Tensor:
+    def log_probs(states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         logits = logits_at(target, states, texts.temperature)
-        return (logits if token_ids is None else logits[:, token_ids]).log_softmax(-1)
+        return (logits if ids is None else logits[:, ids]).log_softmax(-1)
 
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
@@ -76,7 +71,7 @@ def drafted(
         targets = ahead(log_p, range(1, drafts + 1)).flatten(0, 1)
         for at in range(0, len(tokens), size):
             here = slice(at, at + size)
-            factors = [joint_log_probs(s[here]) for s in states]
+            factors = [log_probs(s[here], token_ids) for s in states]
             joint = candidates(factors, settings, ngrams, tokens[here, 0], token_ids)
             index = torch.arange(at, at + len(factors[0]))
             place = index // steps, index % steps
@@ -102,40 +97,18 @@ def head_states(calibration: Calibration, heads: DynaMoHeads, batch: Batch) -> l
         run = target.run(batch, stem=True)
         assert run.stem is not None
         args, kwargs = run.stem
-        others = [
-            target.norm(heads(token, args, kwargs)).flatten(0, 1)
-            for token in range(2, heads.tokens + 1)
-        ]
+        others = [target.norm(heads(token, args, kwargs)).flatten(0, 1) for token in range(2, heads.tokens + 1)]
     return [run.final, *others]
 
 
-def _rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None) -> Rows:
+def rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None) -> Rows:
+    """What is stored of `drafted`."""
     counts = drafted(calibration, texts, calibration.options.eps, token_ids)
-    return Rows(
-        rows=[
-            Row(eps_b=eps, drafts_allowed=drafts, **by.stored()) for (eps, drafts), by in counts.items()
-        ]
-    )
+    made = [Row(eps_b=eps, drafts_allowed=n, **by.stored()) for (eps, n), by in counts.items()]
+    return Rows(rows=made)
 
 
-def on_all_tokens(calibration: Calibration) -> dict[str, Rows]:
-    """Expected acceptance on greedy and sampled texts with the whole vocabulary."""
-    return {name: _rows(calibration, texts) for name, texts in calibration.texts()}
-
-
-def on_own_tokens(calibration: Calibration) -> dict[int, Rows]:
-    """Expected acceptance on sampled texts with the heads' draft vocabulary, by its size."""
-    token_ids = calibration.draft_vocabulary()
-    if token_ids is None:
-        return {}
-    return {len(token_ids): _rows(calibration, calibration.sampled, token_ids)}
-
-
-PARTS = {
-    "timing": Calibration.timing,
-    "acceptance": on_all_tokens,
-    "vocabulary": on_own_tokens,
-}
+PARTS = parts_of(rows)
 
 
 def tables(parts: DynaMoParts) -> Iterator[str]:

@@ -81,10 +81,7 @@ def matches(calibration: Calibration) -> Matches:
     drafts = range(1, calibration.options.drafts + 1)
     by_texts = {}
     for name, exits in measured.items():
-        by_layer = {
-            layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts]
-            for layer in exits.layers
-        }
+        by_layer = {layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts] for layer in exits.layers}
         by_texts[name] = {TRAINED: by_layer}
     rates = {k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]} for k in KS}
     return Matches(layers=list(greedy.layers), match=rates, acceptance=by_texts)
@@ -102,7 +99,6 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     for name, by_form in measured.acceptance.items():
         yield f"Expected tokens per step by drafts n, {name} texts"
         lines = [
-            [layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
-            for layer, by_drafts in by_form[TRAINED].items()
+            [layer, *(f"{counts.length:.3f}" for counts in by_drafts)] for layer, by_drafts in by_form[TRAINED].items()
         ]
         yield table(["exit", *(f"n={n}" for n in range(1, len(lines[0])))], lines)

@@ -11,19 +11,14 @@ class FitOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = Field(
-        description="target: a causal LM folder or Hub name that vLLM and transformers can load"
-    )
-    out: str = Field(
-        description="heads folder to write; OUT.fit keeps the data and a stopped run's progress"
-    )
+    model: str = Field(description="target: a causal LM folder or Hub name that vLLM and transformers can load")
+    out: str = Field(description="heads folder to write; OUT.fit keeps the data and a stopped run's progress")
     minutes: float = Field(
         60.0, gt=0, description="time limit; half of it is for the data, and most of the rest for training"
     )
     prompts: tuple[str, ...] = Field(
         (),
-        description="files of prompts like those to be served (default: 300 of the package, and the "
-        "model's own)",
+        description="files of prompts like those to be served (default: 300 of the package, and the model's own)",
     )
     seed: int = Field(0, description="seed of the texts and of the training")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")

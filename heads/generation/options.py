@@ -21,24 +21,14 @@ class DataOptions(BaseModel):
         "from the beginning of its chat template (Magpie, arXiv 2406.08464), or whole texts if it has "
         "no template",
     )
-    number: int | None = Field(
-        None, ge=1, description="chats to write (default 1000, or one per prompt)"
-    )
-    system: str | None = Field(
-        None, description="system prompt of chats without one (default: the chat template's)"
-    )
+    number: int | None = Field(None, ge=1, description="chats to write (default 1000, or one per prompt)")
+    system: str | None = Field(None, description="system prompt of chats without one (default: the chat template's)")
     temperature: float = Field(0.8, ge=0, description="temperature of the responses; 0 is greedy")
     top_p: float = Field(0.95, gt=0, le=1, description="top-p of the responses")
     max_tokens: int = Field(512, ge=1, description="most tokens of a response")
-    prompt_tokens: int = Field(
-        64, ge=1, description="tokens at a text's beginning that form the prompt"
-    )
-    max_length: int = Field(
-        2048, ge=2, description="most tokens of prompt and response; longer prompts are skipped"
-    )
-    batch: int = Field(
-        256, ge=1, description="chats generated together; a killed run loses one batch at most"
-    )
+    prompt_tokens: int = Field(64, ge=1, description="tokens at a text's beginning that form the prompt")
+    max_length: int = Field(2048, ge=2, description="most tokens of prompt and response; longer prompts are skipped")
+    batch: int = Field(256, ge=1, description="chats generated together; a killed run loses one batch at most")
     precision: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype; auto: the model's, or float32 on CPUs without bfloat16 instructions"
     )

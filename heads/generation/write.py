@@ -11,9 +11,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -53,9 +52,7 @@ class Continuation(NamedTuple):
 class Engine(Protocol):
     """An engine that continues prompts."""
 
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
         """Continue prompts, each with its own seed."""
 
     def close(self) -> None:
@@ -65,19 +62,10 @@ class Engine(Protocol):
 Asked = list[tuple[int, list[int]]]  # numbers and token IDs of prompts to answer
 
 
-class Chat(BaseModel):
-    """A prompt and the target's response, as token IDs."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    prompt_token_ids: list[int] = Field(min_length=1)
-    token_ids: list[int]  # the response, with its end-of-text token if the target wrote one
-    finish_reason: Literal["stop", "length"]  # "length": the response was cut off
-    index: int = Field(ge=0)  # number of the prompt, or of the attempt at a user turn
-
-
 class ChatFile:
-    """The chats of a .jsonl file in ascending order of their numbers, to which batches are appended.
+    """The chats of a .jsonl file in ascending order of their index, to which batches are appended.
+
+    The index is the number of the prompt, or of the attempt at a user turn.
 
     A line that a kill has cut off is dropped. The options that all chats share are kept in a hidden
     file beside it.
@@ -102,11 +90,11 @@ class ChatFile:
             self._read()
         write_text(options, json.dumps(essence, indent=2) + "\n")
 
-    def append(self, chats: Iterable[Chat]) -> None:
+    def append(self, chats: Iterable[dict[str, Any]]) -> None:
         """Append a batch, and wait until it is on disk."""
-        with self.path.open("ab") as file:
+        with self.path.open("a") as file:
             for chat in chats:
-                file.write(chat.model_dump_json().encode() + b"\n")
+                file.write(json.dumps(chat) + "\n")
                 self._note(chat)
             file.flush()
             os.fsync(file.fileno())
@@ -115,9 +103,7 @@ class ChatFile:
         try:
             stored = dict(json.loads(options.read_bytes()))
         except (OSError, ValueError, TypeError):
-            raise TrainingError(
-                f"--out {place(self.path)} was not written by `ppd data`; give another file"
-            ) from None
+            raise TrainingError(f"--out {place(self.path)} was not written by `ppd data`; give another file") from None
         written = f"--out {place(self.path)} was written"
         refuse_other_options(written, stored, essence, "another file")
 
@@ -128,20 +114,20 @@ class ChatFile:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self._note(Chat.model_validate_json(line))
-                except ValidationError:
+                    self._note(json.loads(line))
+                except (ValueError, TypeError, KeyError):
                     raise TrainingError(
-                        f"{place(self.path, number)} is damaged; delete this line and run the command "
-                        "again"
+                        f"{place(self.path, number)} is damaged; delete this line and run the command again"
                     ) from None
                 end += len(line)
         os.truncate(self.path, end)
 
-    def _note(self, chat: Chat) -> None:
+    def _note(self, chat: dict[str, Any]) -> None:
+        prompt = tuple(chat["prompt_token_ids"])
         self.count += 1
-        self.tokens += len(chat.prompt_token_ids) + len(chat.token_ids)
-        self.next_number = max(self.next_number, chat.index + 1)
-        self.prompts.add(tuple(chat.prompt_token_ids))
+        self.tokens += len(prompt) + len(chat["token_ids"])
+        self.next_number = max(self.next_number, chat["index"] + 1)
+        self.prompts.add(prompt)
 
 
 def write_chats(
@@ -162,9 +148,7 @@ def write_chats(
         TrainingError: on malformed prompts, another run's file, or a model that writes no user turns.
     """
     with loading(options.model):
-        tokenizer = AutoTokenizer.from_pretrained(
-            options.model, trust_remote_code=options.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     wanted = options.number or math.inf
     if options.number is None and not options.prompts and until == math.inf:
         wanted = NUMBER
@@ -189,15 +173,17 @@ def write_chats(
     return file
 
 
-def _chat(asked: tuple[int, list[int]], answer: Continuation) -> Chat:
+def _chat(asked: tuple[int, list[int]], answer: Continuation) -> dict[str, Any]:
     number, prompt = asked
-    reason: Literal["stop", "length"] = "stop" if answer.finish_reason == "stop" else "length"
-    return Chat(prompt_token_ids=prompt, token_ids=answer.ids, finish_reason=reason, index=number)
+    return {
+        "prompt_token_ids": prompt,
+        "token_ids": answer.ids,  # with the end-of-text token if the target wrote one
+        "finish_reason": "stop" if answer.finish_reason == "stop" else "length",
+        "index": number,
+    }
 
 
-def _source(
-    options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
-) -> Callable[[int], Asked]:
+def _source(options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile) -> Callable[[int], Asked]:
     """A function that returns the next prompts of a number; fewer or none at their end."""
     prompts: Iterator[list[int]]
     if options.prompts:
@@ -241,9 +227,7 @@ def beginning(tokenizer: Any) -> list[int]:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
-    raise TrainingError(
-        "--model: the tokenizer has no chat template, nor a token that begins a text; give --prompts"
-    )
+    raise TrainingError("--model: the tokenizer has no chat template, nor a token that begins a text; give --prompts")
 
 
 class UserTurns:
@@ -267,9 +251,7 @@ class UserTurns:
         self.number = file.next_number
         before, shown, after = self._rendered(USER_TURN).partition(USER_TURN)
         if not shown:
-            raise TrainingError(
-                "--model: the chat template changes what the user writes; give --prompts"
-            )
+            raise TrainingError("--model: the chat template changes what the user writes; give --prompts")
         self.prefix = self._ids(before)
         stop_ids = {tokenizer.eos_token_id} - {None}
         stop_text = None
@@ -291,9 +273,7 @@ class UserTurns:
         refused = 0
         while not asked:
             if refused >= MOST_REFUSED:
-                raise TrainingError(
-                    f"the last {refused} user turns are too long, empty or repeated; give --prompts"
-                )
+                raise TrainingError(f"the last {refused} user turns are too long, empty or repeated; give --prompts")
             numbers = range(self.number, self.number + count)
             self.number += count
             seeds = [_seed_of(self.options.seed, number, "user") for number in numbers]
@@ -319,9 +299,7 @@ class UserTurns:
         messages = [{"role": "user", "content": user}]
         if self.options.system is not None:
             messages.insert(0, {"role": "system", "content": self.options.system})
-        return str(
-            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -55,9 +55,7 @@ def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> 
     heads.load(tensors)
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
-    log_probs = [
-        logits_at(target, states, 0.0).log_softmax(-1) for states in head_states(calibration, heads, batch)
-    ]
+    log_probs = [logits_at(target, states, 0.0).log_softmax(-1) for states in head_states(calibration, heads, batch)]
     settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
     counts = CoOccurrence.from_tensors(tensors)
     first_token = torch.tensor([*tokens[1:], 0])

@@ -4,24 +4,31 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
+import yaml
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_settings import (
     BaseSettings,
     CliPositionalArg,
     CliSettingsSource,
-    NoDecode,
+    CliVariadicArg,
+    SettingsConfigDict,
     SettingsError,
-    YamlConfigSettingsSource,
 )
-from pydantic_settings.sources import CliVariadicArg
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
-Options = TypeVar("Options", bound=BaseModel)
 COMMA = "\x1f"  # stands for a comma within a word: pydantic-settings joins the words of a list by commas
+
+
+class Settings(BaseSettings):
+    """Flags beside those of a command's options. Lists stay text, which the options split."""
+
+    model_config = SettingsConfigDict(enable_decoding=False)
+
+    config: str | None = Field(None, description="YAML file of options; flags take precedence")
 
 
 class Command(NamedTuple):
@@ -81,24 +88,18 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         UserError: on the first flag or value that the model refuses.
     """
     model = model_of(command)
-    settings = create_model(
-        model.__name__,
-        __base__=(BaseSettings, model),
-        config=(str | None, Field(None, description="YAML file of options; flags take precedence")),
-    )
+    settings = create_model(model.__name__, __base__=(Settings, model))
     settings.__doc__ = command.description
+    for name in command.hidden:
+        del settings.model_fields[name]
     lists = set()
-    for name, field in list(settings.model_fields.items()):
+    for name, field in settings.model_fields.items():
         markers: list[Any] = []
-        if name in command.hidden:
-            del settings.model_fields[name]
-        if "tuple[" in str(field.annotation):
-            markers.append(NoDecode)
-        if field.annotation == tuple[str, ...]:
-            lists.add(name)
-            markers += get_args(CliVariadicArg[Any])[1:]
         if name == command.positional:
             markers += get_args(CliPositionalArg[Any])[1:]
+        if field.annotation == tuple[str, ...]:
+            markers += get_args(CliVariadicArg[Any])[1:]
+            lists.add(name)
         field.metadata = [*field.metadata, *markers]
     try:
         given = CliSettingsSource(
@@ -118,8 +119,11 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     values = {name: _decoded(value, name in lists) for name, value in given.items()}
     file = values.pop("config", None)
     if file is not None:
-        values = _from_yaml(settings, file) | values
-    return _made(model, values)
+        values = _from_yaml(file) | values
+    try:
+        return model(**values)
+    except ValidationError as error:
+        raise UserError(_problem(error)) from None
 
 
 def _decoded(value: Any, is_list: bool) -> Any:
@@ -131,23 +135,22 @@ def _decoded(value: Any, is_list: bool) -> Any:
     return value.replace(COMMA, ",")
 
 
-def _from_yaml(settings: type[BaseSettings], file: str) -> dict[str, Any]:
+def _from_yaml(file: str) -> dict[str, Any]:
     try:
-        with open(file, "rb"):
-            return YamlConfigSettingsSource(settings, yaml_file=file).yaml_data
-    except (ValueError, TypeError, AttributeError) as error:
+        with open(file, encoding="utf-8") as opened:
+            return {name.replace("-", "_"): value for name, value in yaml.safe_load(opened).items()}
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise UserError(f"--config {file} is no YAML file of options: {error}") from None
 
 
-def _made(model: type[Options], values: dict[str, Any]) -> Options:
-    try:
-        return model(**values)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        message, where = problem["msg"].removeprefix("Value error, "), ""
-        if problem["loc"]:  # else the options do not go together, and the message names them
-            where = f"--{problem['loc'][0]}: ".replace("_", "-")
-            if problem["type"] != "missing":
-                value = shortened(str(problem["input"]), LONGEST_VALUE)
-                where = f"{where.removesuffix(': ')} {value}: "
-        raise UserError(f"{where}{message[0].lower()}{message[1:]}") from None
+def _problem(error: ValidationError) -> str:
+    """The first problem of options, with its flag."""
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if not problem["loc"]:  # the options do not go together, and the message names them
+        return message
+    flag = f"--{problem['loc'][0]}".replace("_", "-")
+    if problem["type"] == "missing":
+        return f"{flag}: {message}"
+    return f"{flag} {shortened(str(problem['input']), LONGEST_VALUE)}: {message}"

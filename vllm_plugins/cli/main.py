@@ -33,9 +33,7 @@ COMMANDS: Table = {
         "heads.calibration.options:CalibrationOptions",
         positional="heads",
     ),
-    "bench": Group(
-        "measure speeds and accepted drafts", "Measure speeds against vLLM's own.", bench.commands
-    ),
+    "bench": Group("measure speeds and accepted drafts", "Measure speeds against vLLM's own.", bench.commands),
     "inspect": Command(
         "describe heads and check them",
         "Describe heads, and check them as the server would.",

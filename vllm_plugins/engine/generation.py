@@ -32,9 +32,7 @@ class OfflineEngine:
         self._llm = LLM(**engine_arguments(options))
         del os.environ[platform.ENDS_WITH]
 
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
         params = [self._params(sampling, seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(inputs, params, use_tqdm=partial(tqdm, leave=False))

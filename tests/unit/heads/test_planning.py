@@ -19,16 +19,12 @@ TIMING = {"lm_head_share": SHARE, "transform_in_layers": TRANSFORM}
 def counts(accepted: float, drafts: int) -> list[dict[str, float]]:
     """Counts with 1, 2, ... drafts, each accepted with a probability if those before it were."""
     tokens = [sum(accepted**i for i in range(n + 1)) for n in range(1, drafts + 1)]
-    return [
-        {"cycles": 100, "drafted": 100 * n, "length": length} for n, length in enumerate(tokens, start=1)
-    ]
+    return [{"cycles": 100, "drafted": 100 * n, "length": length} for n, length in enumerate(tokens, start=1)]
 
 
 @pytest.mark.parametrize("rates", [{2: 0.2, 5: 0.9}, {2: 0.85, 5: 0.9}, {2: 0.05, 5: 0.1}])
 def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> None:
-    config = EarlyConfig(
-        verifier="m", target=TARGET, exit_layers=[2, 5], num_speculative_tokens=1
-    )
+    config = EarlyConfig(verifier="m", target=TARGET, exit_layers=[2, 5], num_speculative_tokens=1)
     acceptance = {"Y": {layer: counts(rate, 4) for layer, rate in rates.items()}}
     parts: dict[str, Any] = {
         "timing": TIMING,
@@ -50,12 +46,8 @@ def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> Non
 
 
 @pytest.mark.parametrize(("accepted_short", "expected"), [(0.69, 32), (0.4, None)])
-def test_a_draft_vocabulary_is_chosen_where_it_pays(
-    accepted_short: float, expected: int | None
-) -> None:
-    config = CPConfig(
-        verifier="m", target=TARGET, positions=2, rank=1, num_speculative_tokens=1, token_counts=True
-    )
+def test_a_draft_vocabulary_is_chosen_where_it_pays(accepted_short: float, expected: int | None) -> None:
+    config = CPConfig(verifier="m", target=TARGET, positions=2, rank=1, num_speculative_tokens=1, token_counts=True)
     whole = {"by_drafts": counts(0.7, 1)}
     parts: dict[str, Any] = {
         "timing": TIMING,

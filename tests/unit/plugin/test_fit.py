@@ -48,12 +48,8 @@ def begin(words: list[str], log: Path, fake: bool) -> int:
         os._exit(code)
 
 
-@pytest.mark.parametrize(
-    "fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])]
-)
-def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
-    tmp_path: Path, tiny_model: Factory, fake: bool
-) -> None:
+@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])])
+def test_a_fit_that_is_killed_at_every_step_ends_with_heads(tmp_path: Path, tiny_model: Factory, fake: bool) -> None:
     out, log = tmp_path / "heads", tmp_path / "log"
     model = str(DEMO) if not fake else str(tiny_model())
     words = ["fit", model, "--out", str(out), "--minutes", "0.2"]
@@ -78,9 +74,7 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     assert training and held_out and not asked[0] & asked[1]
 
 
-def test_other_options_and_heads_are_not_mixed(
-    tmp_path: Path, tiny_model: Factory, capsys: Any
-) -> None:
+def test_other_options_and_heads_are_not_mixed(tmp_path: Path, tiny_model: Factory, capsys: Any) -> None:
     out = tmp_path / "heads"
     folder = Path(f"{out}.fit")
     folder.mkdir()

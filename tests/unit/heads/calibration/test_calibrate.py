@@ -37,9 +37,7 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
-def simulate(
-    accept: list[list[float]], length: int, limits: list[int], rng: random.Random
-) -> tuple[int, ...]:
+def simulate(accept: list[list[float]], length: int, limits: list[int], rng: random.Random) -> tuple[int, ...]:
     """One engine's way along one text, drawing whether each draft is accepted."""
     t = cycles = drafts = drafted = accepted = 0
     while t < length:
@@ -100,9 +98,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def heads(
-    tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def heads(tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """heads(kind): trained for a few steps on the tiny llama, made once."""
     made: dict[str, Path] = {}
 
@@ -214,9 +210,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_texts_are_the_targets_argmax(
-    target: Target, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_greedy_texts_are_the_targets_argmax(target: Target, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Whatever generation_config.json says, and beside longer prompts; each of its end tokens ends a text."""
     given = GenerationConfig(eos_token_id=[0, 9], **SETTINGS[name])
     monkeypatch.setattr(target.model, "generation_config", given)
@@ -272,9 +266,7 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
         (("--new-tokens", "512"), "--new-tokens 512 leave no prompt of the model's 512 tokens"),
     ],
 )
-def test_bad_input(
-    heads: Callable[[str], Path], data: Path, capsys: Any, more: tuple[str, ...], message: str
-) -> None:
+def test_bad_input(heads: Callable[[str], Path], data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
     folder = heads("early")
     before = (folder / "model.safetensors").read_bytes()
     assert main(["calibrate", str(folder), "--data", str(data), "--device", "cpu", *more]) == 2
@@ -283,9 +275,7 @@ def test_bad_input(
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_heads_measured_on_their_training_data_are_told(
-    heads: Callable[[str], Path], data: Path, capsys: Any
-) -> None:
+def test_heads_measured_on_their_training_data_are_told(heads: Callable[[str], Path], data: Path, capsys: Any) -> None:
     words = ["calibrate", str(heads("early")), "--data", str(data), "--target", "/nowhere"]
     assert main(words) == 2
     assert "these heads were trained on" in capsys.readouterr().err

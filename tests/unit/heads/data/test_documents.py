@@ -141,7 +141,7 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
         tokenizer("some longer text")["input_ids"],
         tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)["input_ids"],
     ]
-    assert list(documents.token_ids()) == served
+    assert [document.ids for document in documents.tokens()] == served
     pieces, chat = document_prompts(documents, 5)
     assert not pieces.is_asked and chat.is_asked and len(pieces.ids) > 1
     assert all(ids[0] == BOS and BOS not in ids[1:] and len(ids) == 5 for ids in pieces.ids)
