@@ -89,9 +89,7 @@ def _chances(
     return torch.stack(chances, dim=1)
 
 
-def by_drafts(
-    calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None, make: MakeHead
-) -> ByDrafts:
+def by_drafts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None, make: MakeHead) -> ByDrafts:
     """What is stored of `drafted`."""
     counts = drafted(calibration, make, texts, token_ids)
     return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])

@@ -111,6 +111,7 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
             cli_hide_none_type=True,
             cli_implicit_flags=True,
             cli_kebab_case=True,
+            add_argument_method=_add_argument,
             formatter_class=argparse.HelpFormatter,
         )()
     except SettingsError as error:
@@ -124,6 +125,15 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         return model(**values)
     except ValidationError as error:
         raise UserError(_problem(error)) from None
+
+
+def _add_argument(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> argparse.Action:
+    """Add an argument; types of lists and defaults of nothing are left out of its help."""
+    if "[" in str(settings.get("metavar")):
+        settings["metavar"] = flags[0].lstrip("-").replace("-", "_").upper()
+    for default in ("None", "()"):
+        settings["help"] = settings["help"].removesuffix(f" (default: {default})")
+    return parser.add_argument(*flags, **settings)
 
 
 def _decoded(value: Any, is_list: bool) -> Any:
