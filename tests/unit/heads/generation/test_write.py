@@ -95,7 +95,7 @@ def test_a_run_that_is_killed_continues_to_the_same_file(
     prompts = (prompts_file(tmp_path),) if has_prompts else ()
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     write_chats(options(whole, prompts=prompts, number=number), lambda _: FakeEngine())
-    for stop_before in (2, 3):
+    for stop_before in (2, 1):
         engine = FakeEngine(stop_before)
         with pytest.raises(KeyboardInterrupt):
             write_chats(options(killed, prompts=prompts, number=number), lambda _, e=engine: e)
