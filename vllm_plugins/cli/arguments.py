@@ -20,6 +20,9 @@ from pydantic_settings import (
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
+# What marks a field for pydantic-settings.
+POSITIONAL = get_args(CliPositionalArg)[1:]
+VARIADIC = get_args(CliVariadicArg)[1:]
 COMMA = "\x1f"  # stands for a comma within a word: pydantic-settings joins the words of a list by commas
 
 
@@ -88,7 +91,7 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         UserError: on the first flag or value that the model refuses.
     """
     model = model_of(command)
-    settings = create_model(model.__name__, __base__=(Settings, model))
+    settings: Any = create_model(model.__name__, __base__=(Settings, model))
     settings.__doc__ = command.description
     for name in command.hidden:
         del settings.model_fields[name]
@@ -96,9 +99,9 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     for name, field in settings.model_fields.items():
         markers: list[Any] = []
         if name == command.positional:
-            markers += get_args(CliPositionalArg[Any])[1:]
+            markers += POSITIONAL
         if field.annotation == tuple[str, ...]:
-            markers += get_args(CliVariadicArg[Any])[1:]
+            markers += VARIADIC
             lists.add(name)
         field.metadata = [*field.metadata, *markers]
     try:
