@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft vocabularies: which tokens they hold, and which sizes are worth trying.
+"""Draft vocabularies: which tokens they hold, and how many.
 
 Most text consists of few tokens: drafting only the most frequent ones loses few drafts, and saves reading the LM head's
 other rows (FR-Spec drafts from a quarter of a vocabulary of 128K).
@@ -9,7 +9,6 @@ import torch
 
 LEAST = 1024  # a smaller one saves nothing more
 GRAIN = 64  # sizes are multiples of it, which suits matrix products
-SHARES = (2, 4, 8, 16)  # fractions of the vocabulary that calibration compares
 ALMOST_ALL, MOST = 0.99, 0.9  # shares of the text
 
 
@@ -29,26 +28,6 @@ def covered(counts: torch.Tensor) -> torch.Tensor:
     """Share of the text that the 1, 2, ... most frequent tokens make up: [vocabulary] float64."""
     descending = counts.double().sort(descending=True).values
     return descending.cumsum(0) / descending.sum().clamp(min=1)
-
-
-def candidate_sizes(vocab_size: int) -> list[int]:
-    """Sizes below the whole that calibration tries, descending."""
-    return [size for share in SHARES if LEAST <= (size := _round_up(vocab_size / share)) < vocab_size]
-
-
-def compared(counts: torch.Tensor, trained: int | None) -> list[tuple[torch.Tensor, float]]:
-    """Draft vocabularies that calibration compares with the whole, descending by size.
-
-    Args:
-        counts: [vocabulary].
-        trained: the size that the heads were trained over (None: the whole vocabulary).
-
-    Returns:
-        The ids of each [size], and the share of the text that they make up.
-    """
-    share, sizes = covered(counts), set(candidate_sizes(len(counts)))
-    sizes |= {trained} if trained is not None and trained < len(counts) else set()
-    return [(most_frequent(counts, size), float(share[size - 1])) for size in sorted(sizes, reverse=True)]
 
 
 def first_guess(counts: torch.Tensor) -> int | None:

@@ -30,9 +30,9 @@ class Timed(Stored):
 
 
 class Timing(Stored):
-    """Times that give the cost of drafts relative to a pass of the target."""
+    """What gives the cost of drafts relative to a pass of the target."""
 
-    seconds: Timed
+    seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
     transform_in_layers: Amount = 0.0  # a d x d matrix relative to a decoder layer; missing in early calibrations
 

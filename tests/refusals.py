@@ -46,7 +46,6 @@ class Readers:
             "--speculative-model": lambda folder: self.server(spec_model=folder),
             SERVE: self.serve,
             "inspect": lambda folder: command("inspect", folder),
-            "plan": lambda folder: command("plan", folder),
             "calibrate": lambda folder: checked(CalibrationOptions(heads=folder, data=("-",))),
         }
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring heads before they serve: match rates, joint likelihoods, expected drafts, seconds per layer."""
+"""Measuring heads before they serve: the drafts that an engine will accept, and what they cost."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrate a heads folder: measure parts, each stored when it is finished, then print tables and recommend."""
+"""Calibrate a heads folder: measure its parts, store them, and recommend a setting."""
+
+from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,25 +15,31 @@ from pydantic_core import to_jsonable_python
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.errors import HeadsError, MissingFile, TrainingError
-from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_tensors, write_text
+from vllm_ppd.heads.draft_vocabulary import first_guess
+from vllm_ppd.heads.errors import HeadsError, TrainingError
+from vllm_ppd.heads.files import check_is_folder, write_tensors, write_text
 from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_config
-from vllm_ppd.heads.kinds import calibration_of
+from vllm_ppd.heads.io import CALIBRATION_NAME, load_tensors, parts_of, save_config
+from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
-from vllm_ppd.heads.progress import say
+from vllm_ppd.heads.planning import advice, recommend
 from vllm_ppd.heads.quote import place, quoted
-from vllm_ppd.heads.target import check_on_disk, check_reachable, check_target, find_target, fingerprint, stored_name
+from vllm_ppd.heads.target import (
+    check_on_disk,
+    check_reachable,
+    check_target,
+    find_target,
+    fingerprint,
+    stored_name,
+)
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.weight_files import COUNTS_NAME, file_names
+from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 
 def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
@@ -60,9 +67,14 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     dtype = getattr(torch, options.precision)
     target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
     check_target(
-        config, options.heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder), strict=True,
-    )  # fmt: skip
+        config,
+        options.heads,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_hidden_layers=target.num_layers,
+        fingerprint=fingerprint(target.folder),
+        strict=True,
+    )
     if target.max_length is not None and options.new_tokens >= target.max_length:
         raise TrainingError(
             f"--new-tokens {options.new_tokens} leave no prompt of the model's {target.max_length} tokens"
@@ -71,7 +83,7 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
 
 
 def calibrate(options: CalibrationOptions) -> dict[str, Any]:
-    """Measure heads and write calibration.json into their folder; a stopped run continues after its finished parts.
+    """Measure heads, write calibration.json into their folder, and return its content.
 
     Raises:
         InUse: if another process writes the folder.
@@ -79,58 +91,76 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     """
     if (name := hub_name(options.heads)) is not None:
         raise HeadsError(
-            f"heads {quoted(options.heads)} are on the Hub and cannot be changed there; run `hf download {name.repo} "
-            "--local-dir DIR` and calibrate DIR"
+            f"heads {quoted(options.heads)} are on the Hub and cannot be changed there; run "
+            f"`hf download {name.repo} --local-dir DIR` and calibrate DIR"
         )
     check_is_folder(options.heads)
     with writing_folder(options.heads, "heads folder"):
-        return _calibrate(options)
+        _warn_of_training_data(options)
+        calibration = open_calibration(options)
+        if not calibration.config.names_target:
+            _complete(calibration)
+        return _measure(calibration)
 
 
-def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
-    _warn_of_training_data(options)
-    calibration = open_calibration(options)
-    if not calibration.config.names_target:
-        _complete(calibration)
-    config, path = calibration.config, Path(options.heads) / CALIBRATION_NAME
-    essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
-    result = unfinished(path, {"options": essence, "heads_stamp": _stamp(options.heads), "parts": {}, "digests": {}})
-    if result["parts"]:
-        say(f"continues after {', '.join(result['parts'])}", sys.stdout)
+def _measure(calibration: Calibration) -> dict[str, Any]:
+    options, config = calibration.options, calibration.config
+    path = Path(options.heads) / CALIBRATION_NAME
+    measured = {}
     for name, measure in calibration_of(config.kind).PARTS.items():
-        if name not in result["parts"]:
-            say(f"measuring {name} ...", sys.stdout)
-            result["parts"][name] = to_jsonable_python(measure(calibration))
-            result["digests"][name] = digest_of_value(result["parts"][name])
-            write_text(path, json.dumps(result) + "\n")
-    parts = parts_of(config, result["parts"], path)
-    chosen = recommend(config, parts)
-    if "num_speculative_tokens" in chosen:
-        chosen["calibration"] = {
-            "device": calibration.device_name,
-            "num_speculative_tokens_per_batch_size": drafts_by_batch_size(config, parts, chosen),
-        }
+        print(f"measuring {name} ...", flush=True)
+        measured[name] = to_jsonable_python(measure(calibration))
+    chosen = recommend(config, parts_of(config, measured, path))
     result = provenance(
-        kind=config.kind, target=calibration.target.name, options=essence, heads_stamp=result["heads_stamp"],
-        finished=True, parts=result["parts"], recommendation=chosen,
-    )  # fmt: skip
+        kind=config.kind,
+        target=calibration.target.name,
+        options=options.model_dump(mode="json", exclude={"recommend", "device", "batch"}),
+        finished=True,
+        parts=measured,
+        recommendation=chosen,
+    )
     if options.recommend:
         save_recommended(options.heads, config, chosen)
     write_card(options.heads, config, report(result | {"target": shown_target(config)}))
-    write_text(path, json.dumps(result, indent=1) + "\n")  # last: `finished` ends the calibration
+    write_text(path, json.dumps(result, indent=1) + "\n")
     return result
+
+
+def report(result: dict[str, Any], heads: str = "HEADS") -> str:
+    """Markdown of a calibration: its tables, then the advice.
+
+    Args:
+        result: the content of calibration.json.
+        heads: the folder, as it is served.
+    """
+    kind, target = result["kind"], result["target"]
+    parts = KINDS[kind].parts.model_validate(result["parts"])
+    title = f"{kind} heads for {target}"
+    tables = calibration_of(kind).tables(parts)
+    return "\n\n".join([title, *tables, advice(heads, target, result["recommendation"])])
+
+
+def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
+    """Write what was recommended into the heads' configuration."""
+    fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
+    # The drafts by batch size of an earlier calibration are of other figures.
+    known = config.model_dump() | {"calibration": None}
+    save_config(folder, type(config).model_validate(known | fields))
 
 
 def _complete(calibration: Calibration) -> None:
     """Store what published heads lack: their target, and the counts of the data's tokens."""
-    target, config, folder = calibration.target, calibration.config, Path(calibration.options.heads)
+    target, config = calibration.target, calibration.config
+    folder = Path(calibration.options.heads)
     counts = counts_of(calibration.options.data, target, by_answer=True)
     if not counts.any():  # prompts alone
         counts = counts_of(calibration.options.data, target, by_answer=False)
     write_tensors(folder / COUNTS_NAME, {"token_counts": counts}, {"format": "pt"})
-    known = target.description() | {"token_counts": True, "verifier": stored_name(target.name, folder)}
+    known = config.model_dump() | target.description()
+    known |= {"token_counts": True, "verifier": stored_name(target.name, folder)}
+    known["draft_vocab_size"] = first_guess(counts)
     known["target"] = known["target"].model_dump()
-    calibration.config = type(config).model_validate(config.model_dump() | known)
+    calibration.config = type(config).model_validate(known)
     calibration.tensors["token_counts"] = counts
     save_config(folder, calibration.config)
 
@@ -140,7 +170,7 @@ def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Ten
 
     Args:
         data: files and folders.
-        target: whose tokenizer reads them.
+        target: its tokenizer reads them.
         by_answer: count only what the model writes.
     """
     counts = np.zeros(target.vocab_size, np.int64)
@@ -153,54 +183,17 @@ def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Ten
     return torch.from_numpy(counts)
 
 
-def _stamp(folder: str) -> int:
-    """An identity of the weights, by which those of an earlier run are recognised."""
-    return max(os.stat(Path(folder) / name).st_mtime_ns for name in file_names(folder))
-
-
-def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The stored result, if it is unfinished and of the same options and heads, with its undamaged parts; or `fresh`.
-
-    Raises:
-        HeadsError: if the file is no regular file.
-    """
-    try:
-        stored = read_json_object(path, LONGEST_CALIBRATION, "it is measured again")
-    except MissingFile:
-        return fresh
-    except HeadsError as error:
-        if not path.is_file():
-            raise
-        print(error)
-        return fresh
-    options, parts = stored.get("options"), stored.get("parts")
-    # An option that the file lacks was added later, together with the part that reads it.
-    alike = isinstance(options, dict) and fresh["options"] | options == fresh["options"]
-    if stored.get("finished") or not alike or stored.get("heads_stamp") != fresh["heads_stamp"]:
-        return fresh
-    digests = stored.get("digests")
-    if not isinstance(parts, dict) or not isinstance(digests, dict):
-        return fresh
-    sound = {name: content for name, content in parts.items() if digests.get(name) == digest_of_value(content)}
-    return fresh | {"parts": sound, "digests": {name: digests[name] for name in sound}}
-
-
 def _warn_of_training_data(options: CalibrationOptions) -> None:
     try:
         facts = provenance_of(options.heads)
     except HeadsError:
         return
-    seen = trained_on(expand(options.data), facts.data_files, facts.options.get("data") or ())
+    known = facts.options.get("data") or ()
+    seen = trained_on(expand(options.data), facts.data_files, known)
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, so the results will be too "
-            "optimistic; give --data that was not used for training",
+            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, so the results will "
+            "be too optimistic; give --data that was not used for training",
             file=sys.stderr,
         )
-
-
-def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
-    """Write what was recommended into the heads' configuration."""
-    fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
-    save_config(folder, type(config).model_validate(config.model_dump() | fields))

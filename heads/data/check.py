@@ -7,13 +7,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_ppd.heads.data.files import expand, is_records, records
+from vllm_ppd.heads.data.files import FORMS, expand, is_records, records
 from vllm_ppd.heads.data.records import Skipped, parse_record
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import place
 
 LOOKED_AT = 1024  # records of each file
-FORMS = "give .jsonl, .json or text files with text"
 
 
 def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
@@ -24,30 +23,29 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
         prompts: how many prompts are needed, one from each record that asks for an answer.
 
     Raises:
-        TrainingError: if a file is missing, not regular, malformed or, named by itself, empty; if all files of a folder
-            are; or if there are fewer prompts. The message names the file.
+        TrainingError: if a file is missing or malformed, if there is no text, or if there are fewer
+            prompts. The message names the file.
     """
     if not paths:
         return
-    files, named = expand(paths), {path for path in map(Path, paths) if path.is_file()}
-    readable, all_ask, all_read, reason = 0, True, True, ""
+    files = expand(paths)
+    readable = 0
+    is_certain = True  # all records are read, and all of them ask
+    reason = ""
     for file in files:
-        count, most = 0, LOOKED_AT if is_records(file) else 1  # only the first piece of plain text
-        for where, record in itertools.islice(records(file), most):
-            count += 1
+        most = LOOKED_AT if is_records(file) else 1  # only the first piece of plain text
+        looked_at = list(itertools.islice(records(file), most))
+        is_certain &= len(looked_at) < most
+        for where, record in looked_at:
             try:
-                all_ask &= parse_record(record, where).asks
+                is_certain &= parse_record(record, where).asks
                 readable += 1
             except Skipped as skipped:
                 reason = reason or f" ({where}: {skipped})"
-        all_read &= count < most
-        if file in named and not count:
-            raise TrainingError(f"data file {place(file)!r} is empty; {FORMS}")
-    if not readable and all_read:
-        subject = f"{place(files[0])} holds no" if len(files) == 1 else f"none of {len(files)} data files holds"
-        raise TrainingError(f"{subject} text{reason}; {FORMS}")
-    if all_read and all_ask and readable < prompts:
+    first = place(files[0]) if len(files) == 1 else f"{place(files[0])} and {len(files) - 1} more"
+    if not readable:
+        raise TrainingError(f"no text in {first}{reason}; {FORMS} with text")
+    if is_certain and readable < prompts:
         raise TrainingError(
-            f"{place(files[0])}{' and others hold' if len(files) > 1 else ' holds'} {readable} prompts, but "
-            f"{prompts} are needed; give more data, or smaller --prompts"
+            f"{prompts} prompts are needed, but {first} have {readable}; give more data, or smaller --prompts"
         )

@@ -1,109 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of DynaMo heads: perplexities (eq. 4), PPL_d and shares of n-grams by eps_b, expected acceptance."""
+"""Expected acceptance of DynaMo heads in verified mode, by back-off threshold and drafts."""
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.session import Calibration, parts_of
+from vllm_ppd.heads.calibration.text import Texts, ahead, logits_at
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
+from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
-from vllm_ppd.heads.in_words import percent, table, vocabulary_table
+from vllm_ppd.heads.in_words import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
-DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries per token
+JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
 
 
-def dynamic(calibration: Calibration) -> dict[str, Any]:
-    """PPL_d and the share of n-grams by eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
-    measures, settings = measures_of(calibration), calibration.config.sampling
-    windows = calibration.windows[0]
-    few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
-    batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
-    return {"by_eps_b": measures.dynamic_perplexity([batch], settings, calibration.options.eps)}
+@torch.no_grad()
+def drafted(
+    calibration: Calibration,
+    texts: Texts,
+    eps_b: Sequence[float],
+    token_ids: torch.Tensor | None = None,
+) -> dict[tuple[float, int], Drafted]:
+    """An engine's expected counts on texts, by back-off threshold and most drafts.
 
+    Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the text. Sampled
+    texts: n-grams are drawn from the joint, and a token of the text was accepted with probability
+    min(1, q/p), which is a little more than draws that share their noise with the target.
 
-def acceptance(calibration: Calibration) -> dict[str, Rows]:
-    """Expected acceptance in verified mode, by back-off threshold and drafts."""
-    return {
-        name: Rows(rows=_rows(calibration, texts), repeated_4_grams=texts.repeated_4_grams())
-        for name, texts in calibration.texts()
-    }
-
-
-def vocabulary(calibration: Calibration) -> dict[int, Rows]:
-    """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
-    return {
-        len(ids): Rows(rows=_rows(calibration, calibration.sampled, ids), covers=share)
-        for ids, share in calibration.vocabularies()
-    }
-
-
-def mask(calibration: Calibration) -> dict[str, Rows]:
-    """Expected acceptance in verified mode on sampled texts with other powers of the co-occurrence mask (eq. 6)."""
-    has_mask, recommended = measures_of(calibration).ngrams is not None, calibration.config.sampling.alpha_c
-    powers = [alpha for alpha in calibration.options.alphas if has_mask and alpha != recommended]
-    return {f"{alpha:g}": Rows(rows=_rows(calibration, calibration.sampled, alpha_c=alpha)) for alpha in powers}
-
-
-def _rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None, **changes: float) -> list[Row]:
-    options, settings = calibration.options, calibration.config.sampling.model_copy(update=changes)
-    counts = measures_of(calibration).drafted(texts, settings, options.batch, options.eps, token_ids)
-    return [
-        Row(eps_b=eps, alpha_c=settings.alpha_c, drafts_allowed=drafts, **by.stored())
-        for (eps, drafts), by in counts.items()
-    ]
-
-
-def measures_of(calibration: Calibration) -> DynaMoMeasures:
-    target = calibration.target
+    Args:
+        calibration: has the target, and the heads' configuration and tensors.
+        texts: of the target.
+        eps_b: thresholds.
+        token_ids: [tokens] the draft vocabulary (None: the whole).
+    """
+    target, settings = calibration.target, calibration.config.sampling
     heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
     ngrams = None if counts is None else counts.ngrams.to(target.device)
-    return DynaMoMeasures(target, heads, ngrams, calibration.autocast)
+    steps, drafts = texts.generated.shape[1], heads.tokens - 1
+    settings_of = {
+        (eps, most): settings.model_copy(update={"eps_b": eps}) for eps in eps_b for most in range(1, drafts + 1)
+    }
+    accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
+    limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
+    size = max(1, JOINT_ELEMENTS // settings.k**drafts)
+
+    def log_probs(states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        logits = logits_at(target, states, texts.temperature)
+        return (logits if ids is None else logits[:, ids]).log_softmax(-1)
+
+    for some, windows in texts.batches(calibration.options.batch):
+        generated = texts.generated[some]
+        final, *states = (texts.reading(s, windows) for s in head_states(calibration, heads, windows))
+        log_p = torch.cat(
+            [
+                log_probs(rows).gather(1, ids[:, None])
+                for rows, ids in zip(final.split(size), generated.flatten().split(size), strict=True)
+            ]
+        ).view_as(generated)
+        tokens = ahead(generated, range(drafts + 1), fill=-2).flatten(0, 1)
+        targets = ahead(log_p, range(1, drafts + 1)).flatten(0, 1)
+        for at in range(0, len(tokens), size):
+            here = slice(at, at + size)
+            factors = [log_probs(s[here], token_ids) for s in states]
+            joint = candidates(factors, settings, ngrams, tokens[here, 0], token_ids)
+            index = torch.arange(at, at + len(factors[0]))
+            place = index // steps, index % steps
+            for key, asked in settings_of.items():
+                most = key[1]
+                choice = joint.back_off(asked, most=most + 1)
+                text = tokens[here, : most + 1]
+                if texts.temperature:
+                    ratio = choice.probabilities(text).log() - targets[here, :most]
+                    chance = ratio.exp().clamp(max=1)
+                else:
+                    chance = (choice.likeliest.tokens == text)[:, 1:].float()
+                accept[key][some][place] = chance.cpu()
+                limit[key][some][place] = (choice.order - 1).cpu()
+    lengths = texts.lengths.cpu()
+    return {key: replay(accept[key], lengths, limit[key]) for key in settings_of}
 
 
-PARTS = {
-    "timing": Calibration.timing,
-    "likelihood": lambda calibration: measures_of(calibration).perplexities(calibration.windows),
-    "dynamic": dynamic,
-    "acceptance": acceptance,
-    "vocabulary": vocabulary,
-    "mask": mask,
-}
+def head_states(calibration: Calibration, heads: DynaMoHeads, batch: Batch) -> list[torch.Tensor]:
+    """The states that the LM head reads for each head, the target's first: [tokens, hidden] each."""
+    target = calibration.target
+    with calibration.autocast():
+        run = target.run(batch, stem=True)
+        assert run.stem is not None
+        args, kwargs = run.stem
+        others = [target.norm(heads(token, args, kwargs)).flatten(0, 1) for token in range(2, heads.tokens + 1)]
+    return [run.final, *others]
+
+
+def rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None) -> Rows:
+    """What is stored of `drafted`."""
+    counts = drafted(calibration, texts, calibration.options.eps, token_ids)
+    made = [Row(eps_b=eps, drafts_allowed=n, **by.stored()) for (eps, n), by in counts.items()]
+    return Rows(rows=made)
+
+
+PARTS = parts_of(rows)
 
 
 def tables(parts: DynaMoParts) -> Iterator[str]:
     """Markdown of what was measured."""
-    measured = parts.likelihood
-    n = len(measured["ppl_n"])
-    yield "Perplexities on the data (DynaMo, Table 2)"
-    names = [*(f"PPL_{i}" for i in range(1, n + 1)), *(f"PPL_1:{i}" for i in range(2, n + 1))]
-    yield table(names, [[*measured["ppl_n"], *measured["ppl_1:n"][1:]]])
-    yield "Dynamic perplexity and share of n-grams against eps_b (DynaMo, Figs. 5 and 15)"
-    grams = ["unigrams", "bigrams", "trigrams", "4-grams"][:n]
-    rows = [
-        [by["eps_b"], by["ppl_d"], f"{by['tokens_a_pass']:.3f}", *map(percent, by["share"])]
-        for by in parts.dynamic["by_eps_b"]
-    ]
-    yield table(["eps_b", "PPL_d", "tokens per pass", *grams], rows)
-    yield "Verified mode: drafts accepted per step (accepted / steps; rate = accepted / drafted)"
-    header = ["eps_b", "most drafts", "rate", "drafted", "accepted"]
-    rows = [[name, *cells, by.repeated_4_grams] for name, by in parts.acceptance.items() for cells in _cells(by)]
-    yield table(["texts", *header, "repeated 4-grams"], rows)
-    yield from vocabulary_table({size: (by.covers, by.rows) for size, by in parts.vocabulary.items()})
-    if parts.mask:
-        yield "Sampled texts, other powers alpha_c of the co-occurrence mask (DynaMo, eq. 6)"
-        yield table(["alpha_c", *header], [[alpha, *cells] for alpha, by in parts.mask.items() for cells in _cells(by)])
-
-
-def _cells(by: Rows) -> list[list[Any]]:
-    per_step = [(row, f"{row.drafted / row.cycles:.3f}", f"{row.accepted / row.cycles:.3f}") for row in by.rows]
-    return [[row.eps_b, row.drafts_allowed, percent(row.rate), *counts] for row, *counts in per_step]
+    measured = dict(parts.acceptance)
+    measured |= {f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()}
+    yield "Verified mode: expected drafts accepted per step (rate: accepted / drafted)"
+    yield table(
+        ["texts", "eps_b", "most drafts", "rate", "drafted", "accepted"],
+        [
+            [
+                name,
+                row.eps_b,
+                row.drafts_allowed,
+                percent(row.rate),
+                f"{row.drafted / max(row.cycles, 1):.3f}",
+                f"{row.accepted / max(row.cycles, 1):.3f}",
+            ]
+            for name, by in measured.items()
+            for row in by.rows
+        ],
+    )

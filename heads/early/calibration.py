@@ -1,181 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of early heads: p(layer, k, position), trained or not (PPD, Tables 2, 5 to 8), and acceptance."""
+"""Match rates p(layer, k) of early heads (PPD, Table 2), and expected acceptance by exit."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, ranked
-from vllm_ppd.heads.early.config import FORMS, EarlyParts, Matches, Rates
+from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
+from vllm_ppd.heads.early.config import TRAINED, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.in_words import percent, table
 from vllm_ppd.heads.measured import Counts
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
-BUCKETS = 8  # of token positions, as in PPD's Tables 6 to 8
+KS = (1, 3, 5)  # candidates of a worker group
 
 
-@dataclass
-class ExitMatches:
-    """Raw results on some texts; axis `forms` is untrained and trained, axis `positions` the generated tokens."""
+class Exits(NamedTuple):
+    """What exits with heads read at every generated token."""
 
     layers: tuple[int, ...]
-    ks: tuple[int, ...]
-    hits: torch.Tensor  # [forms, layers, ks, texts, positions] bool, whether the token was among the exit's k likeliest
-    valid: torch.Tensor  # [texts, positions] bool, whether there is a token
-    accept: torch.Tensor  # [forms, layers, texts, positions] probability that a draft of that token is accepted
+    ranks: torch.Tensor  # [layers, texts, steps] tokens that are likelier than the text's
+    accept: torch.Tensor  # [layers, texts, steps] P(a draft of the text's token is accepted)
     lengths: torch.Tensor  # [texts]
 
-    def rate(self, form: int, layer: int, k: int, positions: slice | None = None) -> float:
-        """p_correct: share of tokens among the k best of the exit."""
-        where = slice(None), positions or slice(None)
-        hits = self.hits[form, self.layers.index(layer), self.ks.index(k)]
-        return float(hits[where].sum() / self.valid[where].sum().clamp(min=1))
+    def match_rate(self, layer: int, k: int) -> float:
+        """p_correct: the share of tokens among the k likeliest of the exit."""
+        ranks = self.ranks[self.layers.index(layer)]
+        real = torch.arange(ranks.shape[1])[None] < self.lengths[:, None]
+        return round(float((ranks[real] < k).double().mean()), 4)
 
-    def drafted(self, form: int, layer: int, n: int) -> Drafted:
-        """An engine's expected counts on these texts with n drafts at this exit."""
-        accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
-        return replay(ahead(accept, range(1, n + 1)), self.lengths)
+    def drafted(self, layer: int, drafts: int) -> Drafted:
+        """An engine's expected counts on these texts with drafts at this exit."""
+        accept = self.accept[self.layers.index(layer)]
+        return replay(ahead(accept, range(1, drafts + 1)), self.lengths)
 
 
 @torch.no_grad()
-def match_exits(
-    target: Target, heads: EarlyHeads, texts: Texts, ks: tuple[int, ...], batch: int, autocast: Any
-) -> ExitMatches:
-    """Read every exit with a head at every generated token, with and without the head.
-
-    The token is the one that the target wrote, greedy or sampled, so the match rate is PPD's p_correct for that way of
-    decoding; `accept` is 0 or 1 for greedy texts and min(1, q/p) at the texts' temperature for sampled ones.
-    """
+def read_exits(calibration: Calibration, texts: Texts) -> Exits:
+    """Read every exit that has a head at every generated token."""
+    target, temperature = calibration.target, texts.temperature
+    heads = EarlyHeads.from_tensors(calibration.config, calibration.tensors)
+    heads.to(target.device, target.dtype)
     layers = heads.exit_layers
-    steps = texts.generated.shape[1]
-    valid = texts.valid()
-    hits = torch.zeros(len(FORMS), len(layers), len(ks), len(texts.ids), steps, dtype=torch.bool)
-    accept = torch.zeros(len(FORMS), len(layers), len(texts.ids), steps)
-    for some, windows in texts.batches(batch):
-        with autocast():
+    shape = (len(layers), *texts.generated.shape)
+    ranks, accept = torch.zeros(shape), torch.zeros(shape)
+    for some, windows in texts.batches(calibration.options.batch):
+        with calibration.autocast():
             states = target.run(windows, layers)
-        rows = len(windows.input_ids)
-        tokens, real = texts.generated[some].flatten(), valid[some]
-        log_p = log_prob_of(target, texts.reading(states.final, windows), tokens, texts.temperature)
-        for index, layer in enumerate(layers):
-            hidden = texts.reading(states.exits[layer], windows)
-            for form in range(len(FORMS)):
-                with autocast():
-                    read = hidden if form == 0 else heads(hidden, layer)
-                whole = form == 1 and heads.form == "classifier"
-                rank, log_q = ranked(target, read, tokens, texts.temperature, are_logits=whole)
-                rank = rank.view(rows, steps)
-                for at, k in enumerate(ks):
-                    hits[form, index, at, some] = ((rank < k) & real).cpu()
-                chance = (log_q - log_p).exp().clamp(max=1).view(rows, steps) if texts.temperature else (rank == 0)
-                accept[form, index, some] = (chance.float() * real).cpu()
-    return ExitMatches(layers, ks, hits, valid.cpu(), accept, texts.lengths.cpu())
-
-
-def position_buckets(steps: int) -> list[tuple[str, slice]]:
-    """Eight ranges of generated positions, counted from 1."""
-    edges = [round(steps * i / BUCKETS) for i in range(BUCKETS + 1)]
-    return [
-        (f"{first + 1}-{last}" if last - first > 1 else str(last), slice(first, last))
-        for first, last in itertools.pairwise(edges) if last > first
-    ]  # fmt: skip
+        final = texts.reading(states.final, windows)
+        exits = [texts.reading(states.exits[layer], windows) for layer in layers]
+        tokens = texts.generated[some].flatten()
+        made = torch.zeros(2, len(layers), len(tokens))  # ranks and chances
+        for rows in torch.arange(len(tokens)).split(rows_a_chunk(target.unembedding)):
+            wanted = tokens[rows]
+            log_p = logits_at(target, final[rows], temperature).log_softmax(-1)
+            for index, layer in enumerate(layers):
+                with calibration.autocast():
+                    read = heads(exits[index][rows], layer)
+                if heads.form == "classifier":  # it gives logits already
+                    logits = read.float() / (temperature or 1.0)
+                else:
+                    logits = logits_at(target, read, temperature)
+                rank = (logits > logits.gather(1, wanted[:, None])).sum(1)
+                chance = acceptance(log_p, logits.log_softmax(-1), wanted, temperature)
+                made[:, index, rows] = torch.stack([rank.float(), chance]).cpu()
+        made = made.unflatten(-1, (-1, shape[2]))
+        ranks[:, some], accept[:, some] = made[0], made[1]
+    return Exits(layers, ranks, accept, texts.lengths.cpu())
 
 
 def matches(calibration: Calibration) -> Matches:
-    """p(layer, k), by position too, on greedy texts; expected acceptance on greedy and sampled texts."""
-    heads, options = _early_heads(calibration), calibration.options
-    measured = {name: _matches(calibration, heads, texts) for name, texts in calibration.texts()}
-    greedy, buckets = measured["greedy"], position_buckets(options.new_tokens)
-    return Matches(
-        layers=list(heads.exit_layers),
-        match=_rates(greedy),
-        match_by_position={label: _rates(greedy, bucket) for label, bucket in buckets},
-        acceptance={
-            name: {
-                form: {
-                    layer: [Counts(**exits.drafted(f, layer, n).stored()) for n in range(1, options.drafts + 1)]
-                    for layer in heads.exit_layers
-                }
-                for f, form in enumerate(FORMS)
-            }
-            for name, exits in measured.items()
-        },
-        repeated_4_grams={name: texts.repeated_4_grams() for name, texts in calibration.texts()},
-    )
+    """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
+    measured = {name: read_exits(calibration, texts) for name, texts in calibration.texts()}
+    greedy = measured["greedy"]
+    drafts = range(1, calibration.options.drafts + 1)
+    by_texts = {}
+    for name, exits in measured.items():
+        by_layer = {layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts] for layer in exits.layers}
+        by_texts[name] = {TRAINED: by_layer}
+    rates = {k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]} for k in KS}
+    return Matches(layers=list(greedy.layers), match=rates, acceptance=by_texts)
 
 
-def sampling(calibration: Calibration) -> dict[str, Rates]:
-    """PPD, Table 5: p_correct at k = 3 when the target decodes greedily, by top-k (3) and by top-p (0.95)."""
-    heads = _early_heads(calibration)
-    decoded = {
-        "greedy": calibration.greedy,
-        f"top-k ({TOP_K})": calibration.write(1.0, top_k=TOP_K),
-        f"top-p ({TOP_P})": calibration.write(1.0, top_p=TOP_P),
-    }
-    return {name: _rates(_matches(calibration, heads, texts, (3,))) for name, texts in decoded.items()}
-
-
-def _early_heads(calibration: Calibration) -> EarlyHeads:
-    target = calibration.target
-    return EarlyHeads.from_tensors(calibration.config, calibration.tensors).to(target.device, target.dtype)
-
-
-def _matches(
-    calibration: Calibration, heads: EarlyHeads, texts: Texts, ks: tuple[int, ...] | None = None
-) -> ExitMatches:
-    options = calibration.options
-    return match_exits(calibration.target, heads, texts, ks or options.ks, options.batch, calibration.autocast)
-
-
-def _rates(matches: ExitMatches, positions: slice | None = None) -> Rates:
-    return {
-        k: {
-            form: [round(matches.rate(f, layer, k, positions), 4) for layer in matches.layers]
-            for f, form in enumerate(FORMS)
-        }
-        for k in matches.ks
-    }
-
-
-PARTS = {"timing": Calibration.timing, "matches": matches, "sampling": sampling}
+PARTS = {"timing": Calibration.timing, "matches": matches}
 
 
 def tables(parts: EarlyParts) -> Iterator[str]:
     """Markdown of what was measured."""
-    matches = parts.matches
-    yield "Match rate by exit layer, greedy texts (PPD, Table 2; N untrained, Y trained)"
-    yield table(["k", "trained", *matches.layers], list(_rows(matches.match)))
-    for place, layer in enumerate(matches.layers):
-        buckets = matches.match_by_position
-        rows = [
-            [k, form, *(percent(rates[k][form][place]) for rates in buckets.values())]
-            for k in matches.match for form in FORMS
-        ]  # fmt: skip
-        yield f"Match rate by token position, exit layer {layer} (PPD, Tables 6 to 8)"
-        yield table(["k", "trained", *buckets], rows)
-    yield "Match rate by decoding method, k = 3 (PPD, Table 5)"
-    rows = [[name, *cells] for name, rates in parts.sampling.items() for _, *cells in _rows(rates)]
-    yield table(["decoding", "trained", *matches.layers], rows)
-    for name, by_form in matches.acceptance.items():
-        repeated = matches.repeated_4_grams[name]
-        yield f"Expected acceptance length by drafts n, {name} texts (repeated 4-grams {repeated})"
-        rows = [
-            [form, layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
-            for form, by_layer in by_form.items() for layer, by_drafts in by_layer.items()
-        ]  # fmt: skip
-        yield table(["trained", "exit", *(f"n={n}" for n in range(1, len(rows[0]) - 1))], rows)
-
-
-def _rows(rates: Rates) -> Iterator[list[Any]]:
-    for k, forms in rates.items():
-        for form, values in forms.items():
-            yield [k, form, *map(percent, values)]
+    measured = parts.matches
+    yield "Match rate by exit layer, greedy texts (PPD, Table 2)"
+    rows = [[k, *map(percent, rates[TRAINED])] for k, rates in measured.match.items()]
+    yield table(["k", *measured.layers], rows)
+    for name, by_form in measured.acceptance.items():
+        yield f"Expected tokens per step by drafts n, {name} texts"
+        lines = [
+            [layer, *(f"{counts.length:.3f}" for counts in by_drafts)] for layer, by_drafts in by_form[TRAINED].items()
+        ]
+        yield table(["exit", *(f"n={n}" for n in range(1, len(lines[0])))], lines)

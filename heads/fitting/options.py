@@ -7,23 +7,28 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FitOptions(BaseModel):
-    """The model, the prompts, the output folder, and the time."""
+    """Write data, then train and calibrate heads, within a time limit. The same command resumes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    model: str = Field(description="target: a causal LM folder or hub name that vLLM and transformers can load")
+    model: str = Field(description="target: a causal LM folder or Hub name that vLLM and transformers can load")
     out: str = Field(description="heads folder to write; OUT.fit keeps the data and a stopped run's progress")
-    minutes: float = Field(60.0, gt=0, description="time limit; data, training and calibration are sized to fit it")
+    minutes: float = Field(
+        60.0, gt=0, description="time limit; half of it is for the data, and most of the rest for training"
+    )
     prompts: tuple[str, ...] = Field(
-        (), description="files of prompts like those to be served (default: 300 of the package, and the model's own)"
+        (),
+        description="files of prompts like those to be served (default: 300 of the package, and the model's own)",
     )
     seed: int = Field(0, description="seed of the texts and of the training")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
     license: str = Field(
-        "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
-        description="licence of the heads for their model card, as the Hub names it, such as apache-2.0",
-    )  # fmt: skip
+        "other",
+        pattern=r"^[a-z0-9.-]+$",
+        max_length=64,
+        description="license of the heads for their model card, as the Hub names it",
+    )
 
     def essence(self) -> dict[str, Any]:
-        """The options, apart from the prompts, that must be the same for a stopped run to continue."""
-        return self.model_dump(mode="json", exclude={"out", "prompts", "trust_remote_code", "license"})
+        """The options that must be the same for a stopped run to continue."""
+        return self.model_dump(mode="json", exclude={"out", "trust_remote_code", "license"})

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of recurrent heads, the same as of CP heads."""
 
-from vllm_ppd.heads.cp.calibration import parts_measured, tables
+from functools import partial
+
+from vllm_ppd.heads.calibration.session import parts_of
+from vllm_ppd.heads.cp.calibration import by_drafts, tables
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 
 __all__ = ["PARTS", "tables"]
-PARTS = parts_measured(RecurrentHead)
+PARTS = parts_of(partial(by_drafts, make=RecurrentHead))

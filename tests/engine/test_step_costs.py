@@ -21,7 +21,6 @@ from methods import METHODS
 from safetensors.torch import load_file, save_file
 from vllm import envs
 
-from vllm_ppd.heads.planning.timings import served_steps
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
@@ -223,8 +222,6 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     (path,) = cache.iterdir()
     kept = step_costs.load(path)
     assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 1, 3], [1, 4, 16])
-    for_plans = served_steps(str(path), str(tiny_model()))
-    assert for_plans is not None and not for_plans.engine.missing("ppd", {"exit_layer": 3}, 3)
     assert not drafter_of(first).counters.values.any() and not runner_of(first).req_states.req_id_to_index
     # Both take the table of a file that stands where the first has left it.
     dear = [[1.0, 1.3], [1.0, 1.4]]
@@ -266,38 +263,6 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     assert "again, as they are" in messages[0] and any("again, as the machine" in message for message in messages)
     (warning,) = (message for message in messages if "this start only" in message)
     assert "--ppd-step-costs measure" in warning and len(warning) <= 300
-
-
-STAYS_OFF = "tokens per second; drafting stays off there automatically"
-CHEAP, DEAR = [1.0, 1.2], [1.0, 9.0]  # seconds of steps with 0 and 2 drafts
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(
-    ("adaptive", "seconds", "level", "said"),
-    [
-        (True, [CHEAP, CHEAP], logging.INFO, ""),
-        (True, [CHEAP, DEAR], logging.INFO, f"at batch size (4): at best 0.24 of vLLM's {STAYS_OFF}"),
-        (True, [DEAR, DEAR], logging.WARNING, f"every batch size (1, 4): at best 0.24 of vLLM's {STAYS_OFF}"),
-        (False, [CHEAP, DEAR], logging.WARNING, "leave it out, or set disable_by_batch_size to 1"),
-        (False, [DEAR, DEAR], logging.WARNING, "drafts regardless, at a loss; leave it out, or train them"),
-    ],
-)
-def test_heads_that_are_predicted_to_gain_nothing_are_named_at_start(
-    engine: Factory, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    adaptive: bool, seconds: list[list[float]], level: int, said: str,
-) -> None:  # fmt: skip
-    """Heads of 2.2 tokens a step with two drafts, at batch sizes of 1 and 4."""
-    llm = engine({"method": "cp", "model": str(whole_heads("cp"))})
-    drafter = drafter_of(llm)
-    monkeypatch.setattr(drafter, "config", drafter.config.model_copy(update={"adaptive": adaptive}))
-    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
-    table = CostTable(sizes=[1, 4], counts=[0, 2], seconds=seconds, second_fastest=seconds)
-    MeasuredCosts(method=table).save(step_costs.cache_file(drafter.config, drafter.vllm_config))
-    with our_log(level) as messages:
-        llm.collective_rpc("step_costs" if adaptive else "compile_or_warm_up_model")
-    messages = [message for message in messages if "predicted to gain nothing" in message]
-    assert len(messages) == bool(said) and all(said in message and len(message) <= 450 for message in messages)
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_ppd.heads.calibration.text import logits_at
+from vllm_ppd.heads.dynamo.calibration import head_states
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
-from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
 from vllm_ppd.heads.io import load_tensors
@@ -51,9 +53,9 @@ def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> 
     target = Target(str(model), torch.device("cpu"), torch.float32)
     heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
     heads.load(tensors)
-    measures = DynaMoMeasures(target, heads, None, torch.no_grad)
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
-    log_probs = [measures.log_probs(states) for states in measures.states(batch)]
+    calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
+    log_probs = [logits_at(target, states, 0.0).log_softmax(-1) for states in head_states(calibration, heads, batch)]
     settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
     counts = CoOccurrence.from_tensors(tensors)
     first_token = torch.tensor([*tokens[1:], 0])

@@ -180,7 +180,7 @@ def test_registration_imports_nothing_heavy() -> None:
 
 HEADS = ("early", "cp", "dynamo")
 TRAINED = tuple(f"train {kind}" for kind in (*HEADS, "recurrent"))
-COMMANDS = ("", "fit", "data", "train", *TRAINED, "calibrate", "plan", "inspect")
+COMMANDS = ("", "fit", "data", "train", *TRAINED, "calibrate", "inspect")
 BENCHES = ("", " decode")
 
 

@@ -1,20 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and flags from pydantic models, whose fields give names, defaults, choices, help and errors."""
+"""Commands and flags from pydantic models; their fields give names, defaults, choices, help and errors."""
 
 import argparse
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, get_args
 
-from pydantic import AliasChoices, BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+import yaml
+from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSettingsSource,
+    CliVariadicArg,
+    SettingsConfigDict,
+    SettingsError,
+)
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
-Options = TypeVar("Options", bound=BaseModel)
-METAVARS = {"heads": "FOLDER", "also": "NAME={JSON}"}  # others take files
+# What marks a field for pydantic-settings.
+POSITIONAL = get_args(CliPositionalArg)[1:]
+VARIADIC = get_args(CliVariadicArg)[1:]
+COMMA = "\x1f"  # stands for a comma within a word: pydantic-settings joins the words of a list by commas
+
+
+class Settings(BaseSettings):
+    """Flags beside those of a command's options. Lists stay text, which the options split."""
+
+    model_config = SettingsConfigDict(enable_decoding=False)
+
+    config: str | None = Field(None, description="YAML file of options; flags take precedence")
 
 
 class Command(NamedTuple):
@@ -36,38 +53,28 @@ class Group(NamedTuple):
     commands: Callable[[], Mapping[str, Command]]
 
 
-class CommandParser(argparse.ArgumentParser):
-    """A parser that adds its arguments when it parses, so that the options of other commands are never imported.
+Table = Mapping[str, Command | Group]
 
-    Args:
-        add_arguments: adds arguments to a parser.
-        settings: as for argparse.ArgumentParser; subparsers are of this class, too.
+
+def parse(words: Sequence[str], table: Table, prog: str, about: str = "") -> tuple[Command, BaseModel]:
+    """The command that words name, and its options.
+
+    Raises:
+        SystemExit: with 0 after help.
+        UserError: on a word, or a value of a flag, that is not known.
     """
-
-    def __init__(self, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._add_arguments = add_arguments
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also how argparse runs a subparser
-        add_arguments, self._add_arguments = self._add_arguments, None
-        if add_arguments is not None:
-            add_arguments(self)
-        return super().parse_known_args(args, namespace)
-
-
-def add_commands(commands: Mapping[str, Command | Group], parser: argparse.ArgumentParser) -> None:
-    """Add a subparser per command, and one per group with those of its commands."""
-    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(commands) + "}")
-    for name, command in commands.items():
-        add_arguments = partial(_add_arguments, command)
-        subparsers.add_parser(name, help=command.help, description=command.description, add_arguments=add_arguments)
-
-
-def _add_arguments(command: Command | Group, parser: argparse.ArgumentParser) -> None:
+    first = words[0] if words else "--help"
+    if first in ("-h", "--help"):
+        width = max(map(len, table))
+        names = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in table.items())
+        print(f"usage: {prog} COMMAND ...\n\n{about}\n\n{names}\n\n`{prog} COMMAND --help` has more.")
+        raise SystemExit(0)
+    if first not in table:
+        raise UserError(f"unknown command {first!r}; give one of {', '.join(table)}")
+    command, prog = table[first], f"{prog} {first}"
     if isinstance(command, Group):
-        add_commands(command.commands(), parser)
-    else:
-        _add_fields(command, parser)
+        return parse(words[1:], command.commands(), prog, command.description)
+    return command, options_from(command, words[1:], prog)
 
 
 def model_of(command: Command) -> type[BaseModel]:
@@ -76,56 +83,87 @@ def model_of(command: Command) -> type[BaseModel]:
     return resolve_name(f"vllm_ppd.{name}") if isinstance(name, str) else name
 
 
-def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field; flags that the user leaves out stay unset, so that the model's defaults apply."""
-    parser.set_defaults(command=command)
-    required: list[str] = []
-    for name, field in model_of(command).model_fields.items():
-        if name in command.hidden:
-            continue
-        settings: dict[str, Any] = {"help": _help(field), "metavar": name.upper()}
-        if field.annotation is bool:
-            settings |= {"action": argparse.BooleanOptionalAction, "metavar": None}
-        elif field.annotation == tuple[str, ...]:
-            settings |= {"nargs": "+", "metavar": METAVARS.get(name, "FILE")}
-        elif get_origin(field.annotation) is Literal:
-            settings |= {"choices": get_args(field.annotation), "metavar": None}
-        if name == command.positional:
-            parser.add_argument(name, **settings | {"metavar": name.upper()})
-            # argparse would put it last in the usage, where it would look like another FILE.
-            required.insert(0, name.upper() + (" ..." if "nargs" in settings else ""))
-            continue
-        if "nargs" in settings:
-            settings["action"] = "extend"
-        aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
-        flags = ["--" + str(alias).replace("_", "-") for alias in aliases]
-        parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, required=field.is_required(), **settings)
-        if field.is_required():
-            required.append(f"{flags[0]} {settings['metavar']}")
-    parser.usage = " ".join([parser.prog, *required, "[options]"])
-
-
-def options_from(model: type[Options], args: argparse.Namespace) -> Options:
-    """Make the model from parsed flags.
+def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel:
+    """Options from flags and, where these leave them out, from the YAML file of --config.
 
     Raises:
-        UserError: on the first value that the model refuses, naming the flag.
+        SystemExit: with 0 after help.
+        UserError: on the first flag or value that the model refuses.
     """
-    values = {name: getattr(args, name) for name in model.model_fields if hasattr(args, name)}
+    model = model_of(command)
+    settings: Any = create_model(model.__name__, __base__=(Settings, model))
+    settings.__doc__ = command.description
+    for name in command.hidden:
+        del settings.model_fields[name]
+    lists = set()
+    for name, field in settings.model_fields.items():
+        markers: list[Any] = []
+        if name == command.positional:
+            markers += POSITIONAL
+        if field.annotation == tuple[str, ...]:
+            markers += VARIADIC
+            lists.add(name)
+        field.metadata = [*field.metadata, *markers]
+    try:
+        given = CliSettingsSource(
+            settings,
+            cli_prog_name=prog,
+            cli_parse_args=[word.replace(",", COMMA) for word in words],
+            cli_exit_on_error=False,
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            cli_implicit_flags=True,
+            cli_kebab_case=True,
+            add_argument_method=_add_argument,
+            formatter_class=argparse.HelpFormatter,
+        )()
+    except SettingsError as error:
+        reason = str(error).removeprefix("error parsing CLI: ")
+        raise UserError(f"{reason}; `{prog} --help` lists the options") from None
+    values = {name: _decoded(value, name in lists) for name, value in given.items()}
+    file = values.pop("config", None)
+    if file is not None:
+        values = _from_yaml(file) | values
     try:
         return model(**values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        message, where = problem["msg"].removeprefix("Value error, "), ""
-        if problem["loc"]:  # else the options do not go together, and the message names them
-            flag, value = str(problem["loc"][0]).replace("_", "-"), shortened(str(problem["input"]), LONGEST_VALUE)
-            where = f"--{flag} {value}: "
-        raise UserError(f"{where}{message[0].lower()}{message[1:]}") from None
+        raise UserError(_problem(error)) from None
 
 
-def _help(field: FieldInfo) -> str:
-    text = (field.description or "").replace("%", "%%")
-    # Not `in (None, False, ())`, which 0 is, too.
-    if field.is_required() or field.default is None or field.default is False or field.default == ():
-        return text
-    return f"{text} (default {field.default})".replace("(default True)", "(default on)")
+def _add_argument(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> argparse.Action:
+    """Add an argument; types of lists and defaults of nothing are left out of its help."""
+    if "[" in str(settings.get("metavar")):
+        settings["metavar"] = flags[0].lstrip("-").replace("-", "_").upper()
+    for default in ("None", "()"):
+        settings["help"] = settings["help"].removesuffix(f" (default: {default})")
+    return parser.add_argument(*flags, **settings)
+
+
+def _decoded(value: Any, is_list: bool) -> Any:
+    """A value with its commas; the words of a list."""
+    if not isinstance(value, str):
+        return value
+    if is_list:
+        return tuple(word.replace(COMMA, ",") for word in value.split(","))
+    return value.replace(COMMA, ",")
+
+
+def _from_yaml(file: str) -> dict[str, Any]:
+    try:
+        with open(file, encoding="utf-8") as opened:
+            return {name.replace("-", "_"): value for name, value in yaml.safe_load(opened).items()}
+    except (yaml.YAMLError, ValueError, AttributeError) as error:
+        raise UserError(f"--config {file} is no YAML file of options: {error}") from None
+
+
+def _problem(error: ValidationError) -> str:
+    """The first problem of options, with its flag."""
+    problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if not problem["loc"]:  # the options do not go together, and the message names them
+        return message
+    flag = f"--{problem['loc'][0]}".replace("_", "-")
+    if problem["type"] == "missing":
+        return f"{flag}: {message}"
+    return f"{flag} {shortened(str(problem['input']), LONGEST_VALUE)}: {message}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short commands: `ppd train`, `ppd calibrate` and `ppd plan`.
+"""The short commands: `ppd data`, `ppd train` and `ppd calibrate`.
 
-Each takes its options and returns the exit code. torch and transformers take seconds to import, so data is checked
-first.
+Each takes its options and returns the exit code. torch and transformers take seconds to import, so
+data is checked first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.in_words import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
+from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.calibration.options import CalibrationOptions
-    from vllm_ppd.heads.planning.options import PlanOptions
+    from vllm_ppd.heads.generation.options import DataOptions
     from vllm_ppd.heads.training.options import TrainingOptions
 
 
@@ -24,14 +25,26 @@ def kinds() -> dict[str, Command]:
     """A command of `ppd train` for each kind of heads."""
     from vllm_ppd.heads.kinds import KINDS
 
-    texts = {kind: (config.options.__doc__ or "").strip().replace("%", "%%") for kind, config in KINDS.items()}
-    return {kind: Command(text.split(": ", 1)[-1], text, train, KINDS[kind].options) for kind, text in texts.items()}
+    commands = {}
+    for kind, config in KINDS.items():
+        text = (config.options.__doc__ or "").strip()
+        commands[kind] = Command(text.split(": ", 1)[-1], text, train, config.options)
+    return commands
+
+
+def data(options: DataOptions) -> int:
+    """Let the target write chats."""
+    check_data(options.prompts)
+    from vllm_ppd.heads.generation.write import write_chats
+
+    file = write_chats(options, vllm_engine)
+    print(f"{options.out}: {file.count:,} chats, {file.tokens:,} tokens with their prompts")
+    return 0
 
 
 def train(options: TrainingOptions) -> int:
     """Train heads for a model on text, and write a heads folder that vLLM can serve."""
     check_data(options.data)
-
     from vllm_ppd.heads.training import loop
     from vllm_ppd.heads.training.parallel import over_ray
 
@@ -47,27 +60,16 @@ def train(options: TrainingOptions) -> int:
         print(f"{trained}; held out, before -> after{kept}:")
         for name, after in facts["held_out_after"].items():
             print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
-    print(f"wrote {options.out}: `ppd inspect {options.out}` describes it, `ppd calibrate` measures it")
+    print(f"wrote {options.out}: `ppd calibrate {options.out}` measures it")
     return 0
 
 
 def calibrate(options: CalibrationOptions) -> int:
-    """Measure a heads folder, print tables like the papers', recommend a setting."""
+    """Measure a heads folder, and print what was measured and how to serve."""
     check_data(options.data, options.prompts)
-
     from vllm_ppd.heads.calibration import run
-    from vllm_ppd.heads.calibration.report import report
     from vllm_ppd.heads.io import CALIBRATION_NAME
 
-    print(report(run.calibrate(options)))
+    print(run.report(run.calibrate(options), options.heads))
     print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")
-    return 0
-
-
-def plan(options: PlanOptions) -> int:
-    """Predict the gain of drafting on a machine and under a load, and say how to serve."""
-    from vllm_ppd.heads.planning.plan import make_plan
-    from vllm_ppd.heads.planning.report import report
-
-    print(report(make_plan(options), options))
     return 0

@@ -1,41 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd fit`: data, training, calibration and plan in one run of limited time."""
+"""`ppd fit`: data, training and calibration of CP heads in one run of limited time."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import sys
+import time
+import zlib
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.errors import TrainingError, loading
+from vllm_ppd.heads.errors import HeadsError, TrainingError, loading, refuse_other_options
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.progress import Stage
 from vllm_ppd.heads.quote import place
-from vllm_ppd.vllm_plugins.cli.data import vllm_engine, write_chats
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions
-    from vllm_ppd.heads.fitting.state import State
 
+DATA, TRAINING = 0.5, 0.4  # of the time limit; the rest is for calibration
+PROMPTS = "prompts.jsonl"  # beside the options' module
+ANSWERS = 4  # most answers to a prompt, each with its own seed
+HELD_OUT = 8  # one of so many prompts is held out with all its answers
 LENGTH, RESPONSE = 2048, 512  # most tokens of a chat, and of a response
-STATES_GB = 20.0  # most on disk, and at most half of the free space
-PRECISION = {True: "bfloat16", False: "float32"}
+HALF = 128  # most tokens of a held-out text that form its prompt; at most half of it
+NEW_TOKENS = 128  # of a text for calibration
+CALIBRATED = 64  # most held-out prompts of a calibration
+MOST_PASSES = 16  # over the data
+EVALUATIONS, PATIENCE = 12, 6  # of a training, and how many may pass without improvement
+CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
+VOCABULARY = 8192  # most frequent tokens over which heads are trained, if the vocabulary is larger
+STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 
 
 def run(options: FitOptions) -> int:
-    """Run the stages that are not done, and print the page."""
+    """Run the steps that are not done, and print what they came to."""
     check_data(options.prompts)
-    for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}.items():
-        os.environ.setdefault(name, value)  # other output would break the stages' lines
-
-    from vllm_ppd.heads.fitting.page import NAME
-    from vllm_ppd.heads.fitting.state import SHARES, State
-    from vllm_ppd.heads.io import CONFIG_NAME
-    from vllm_ppd.heads.training.provenance import data_files
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_ppd.heads.calibration.run import report
+    from vllm_ppd.heads.io import CONFIG_NAME, read_calibration
 
     out, folder = Path(options.out), Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
@@ -43,159 +50,213 @@ def run(options: FitOptions) -> int:
     with writing_folder(out):  # which training needs to write later
         pass
     with writing_folder(folder, "the work folder"):
-        files = [file.model_dump() for file in data_files(options.prompts)]
-        state = State(folder, options.essence() | {"prompts": files})
-        for name in SHARES:
-            if name not in state.facts.done:
-                with state.stage(name) as stage:
-                    getattr(Fit(options, folder, state, stage), name)()
-                    state.finish(name)
+        fit = Fit(options, folder)
+        for number, step in enumerate((fit.data, fit.training, fit.calibration), start=1):
+            print(f"step {number} of 3: {step.__name__}", flush=True)
+            step()
         shutil.rmtree(folder / "states", ignore_errors=True)
-    print((out / NAME).read_text())
-    print(f"wrote {out} and in it {NAME}; {folder} keeps the data")
+    print(report(read_calibration(out), str(out)))
+    print(f"\nwrote {out}; {folder} keeps the data")
     return 0
 
 
 class Fit:
-    """The stages of a fit; each continues where it was killed, and makes its choices once.
+    """The steps of a fit. Each is skipped when it is done, and continues where it was killed.
 
     Args:
         options: of the command.
-        folder: for everything except heads and page.
-        state: the choices so far.
-        stage: the line of the current stage.
+        folder: for everything except the heads.
+
+    Raises:
+        TrainingError: if the folder belongs to a fit with other options.
     """
 
-    def __init__(self, options: FitOptions, folder: Path, state: State, stage: Stage) -> None:
+    def __init__(self, options: FitOptions, folder: Path) -> None:
         from transformers import AutoConfig
 
-        self.options, self.folder, self.state, self.stage, self.out = options, folder, state, stage, Path(options.out)
+        self.options = options
+        self.folder = folder
+        self.out = Path(options.out)
         code = options.trust_remote_code
         with loading(options.model):
             config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
-        self.architecture, self.config = next(iter(config.architectures or []), ""), config.get_text_config()
-        self.length = min(LENGTH, getattr(self.config, "max_position_embeddings", None) or LENGTH)
-        self.shared: dict[str, Any] = {"model": options.model, "seed": options.seed, "trust_remote_code": code}
+        self.architecture = next(iter(config.architectures or []), "")
+        self.config = config.get_text_config()
+        longest = getattr(self.config, "max_position_embeddings", None)
+        self.length = min(LENGTH, longest or LENGTH)
+        self.shared = options.model_dump(include={"model", "seed", "trust_remote_code"})
+        kept = folder / "options.json"
+        if kept.exists():
+            theirs = json.loads(kept.read_text())
+            refuse_other_options(f"{place(folder)} is of a fit", theirs, options.essence(), "another --out")
+        write_text(kept, json.dumps(options.essence()) + "\n")
 
     def data(self) -> None:
-        """Write answers to prompts and, if the user gives none, chats that the model begins; hold out some of both."""
+        """Write answers to prompts and, if the user gives none, chats that the model begins."""
+        if (self.folder / "held-out.jsonl").exists():
+            return
         import torch
         from transformers import AutoTokenizer
 
-        from vllm_ppd.heads.fitting import choices, data
+        from vllm_ppd.heads.fitting import options
         from vllm_ppd.heads.generation.options import DataOptions
+        from vllm_ppd.heads.generation.write import write_chats
 
-        options, folder, state, stage = self.options, self.folder, self.state, self.stage
-        with loading(options.model):
-            tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-        prompts, longest = folder / "prompts.jsonl", self.length // 2
-        categories = data.write_prompts(options.prompts, tokenizer, longest, prompts)
-        shared = DataOptions(**self.shared | {
-            "out": "-", "max_length": self.length, "max_tokens": min(RESPONSE, self.length - longest),
-            "batch": choices.batch_of(options.minutes, torch.cuda.is_available()),
-        })  # fmt: skip
-        engine_of = cache(lambda: vllm_engine(shared))
-        # A base model's own texts are closer to its training data than chat prompts.
-        answered = 1.0 if options.prompts else 0.5 if getattr(tokenizer, "chat_template", None) else 0.25
-        parts = {"answers": (answered, (str(prompts),)), "others": (1.0, ())}
-        for name, (share, files) in [*parts.items()][: 1 if options.prompts else 2]:
-            chosen = state.facts.chosen.get(name, {})
-            enough = choices.Enough(state, stage, name, share, shared.max_tokens)
-            given = shared.model_copy(update={
-                "out": str(folder / f"{name}.jsonl"), "prompts": files, "number": chosen.get("chats"),
-            })  # fmt: skip
+        given, code = self.options, self.options.trust_remote_code
+        seconds = 60 * given.minutes * DATA
+        began = time.monotonic()
+        with loading(given.model):
+            tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=code)
+        prompts = given.prompts
+        if not prompts and getattr(tokenizer, "chat_template", None):
+            prompts = (str(Path(options.__file__).with_name(PROMPTS)),)
+        shared = DataOptions(
+            **self.shared,
+            out=str(self.folder / "answers.jsonl"),
+            max_length=self.length,
+            max_tokens=min(RESPONSE, self.length // 2),
+            batch=256 if torch.cuda.is_available() else 64,
+        )
+        engine = cache(lambda: vllm_engine(shared))
+        files = []
+        if prompts:
+            answers = shared.model_copy(update={"prompts": prompts * ANSWERS})
+            write_chats(answers, lambda _: engine(), began + (seconds if given.prompts else seconds / 2))
+            files.append(Path(answers.out))
+        if not given.prompts:
+            own = shared.model_copy(update={"out": str(self.folder / "others.jsonl")})
             try:
-                enough.choose(write_chats(given, lambda _: engine_of(), enough).count)
-            except TrainingError as error:  # some models write no usable user turns; the answers remain
-                if files:
+                write_chats(own, lambda _: engine(), began + seconds)
+                files.append(Path(own.out))
+            except TrainingError as error:  # some models write no usable user turns
+                if not files:
                     raise
-                print(f"vllm-ppd: fitting to answers alone: {error}", file=sys.stderr)
-        if engine_of.cache_info().currsize:
-            engine_of().close()
-        written = [folder / f"{name}.jsonl" for name in parts if name in state.facts.chosen]
-        counts = state.choose("data", lambda: data.split(written, categories, self.length - choices.NEW_TOKENS, folder))
-        stage.status = "{training:,} chats of {tokens:,} tokens, {held_out} held out".format(**counts)
+                print(f"vllm-ppd: fitting to answers alone: {error}", flush=True)
+        if engine.cache_info().currsize:
+            engine().close()
+        self._split(files)
+
+    def _split(self, files: list[Path]) -> None:
+        """Write training.jsonl and held-out.jsonl, which share no prompt."""
+        from vllm_ppd.heads.data.files import records
+
+        training: list[Any] = []
+        held_out: dict[str, Any] = {}  # one answer per prompt
+        for path in files:
+            for _, chat in records(path):
+                prompt, response = chat["prompt_token_ids"], chat["token_ids"]
+                if len(prompt) == 1:  # a whole text
+                    half = min(HALF, len(response) // 2)
+                    prompt, response = prompt + response[:half], response[half:]
+                name = json.dumps(prompt)
+                if zlib.crc32(name.encode()) % HELD_OUT:
+                    training.append(chat)
+                elif len(prompt) <= self.length - NEW_TOKENS:
+                    held_out[name] = {"prompt_token_ids": prompt, "token_ids": response}
+        if not training or not held_out:
+            raise TrainingError(
+                f"the model wrote {len(training)} chats to train on and {len(held_out)} to hold out in "
+                "the time; give more --minutes, or more --prompts"
+            )
+        _write(self.folder / "training.jsonl", training)
+        _write(self.folder / "held-out.jsonl", held_out.values())
 
     def training(self) -> None:
-        """Train the largest heads for which the time allows a few passes over the data."""
+        """Train CP heads with a recurrent state for as many passes as the time allows."""
         from vllm_ppd.heads.cp.config import CPOptions
         from vllm_ppd.heads.training import loop
         from vllm_ppd.heads.training.checkpoint import WORK
         from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
-        from vllm_ppd.heads.training.provenance import provenance_of
 
         if not (self.out / PROVENANCE).exists():  # the file that is written last
-            chosen = self.state.choose("training", self._training)
-            loop.train(CPOptions(**chosen | {"license": self.options.license}))
+            kept = self.folder / "training.json"
+            if not kept.exists():
+                write_text(kept, json.dumps(self._training_options()) + "\n")
+            chosen = json.loads(kept.read_text())
+            loop.train(CPOptions(**chosen, license=self.options.license))
         shutil.rmtree(self.out / WORK, ignore_errors=True)
-        facts = provenance_of(self.out)
-        accepted = facts.held_out_after.get("accepted_a_step")
-        shown = "" if accepted is None else f"; held out {accepted:.3f} greedy drafts accepted per step"
-        self.stage.status = f"{facts.steps:,} steps{shown}"
 
-    def _training(self) -> dict[str, Any]:
-        """Options of the training that fits the time, by measured speeds."""
+    def _training_options(self) -> dict[str, Any]:
+        """Options of a training that fits the time, by its measured speed."""
         import torch
 
         from vllm_ppd.heads.cp.config import CPOptions
-        from vllm_ppd.heads.fitting import choices
+        from vllm_ppd.heads.data.files import records
         from vllm_ppd.heads.training.loop import speed_of
         from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
         from vllm_ppd.model_patches.families import FAMILIES
 
-        tokens, config = self.state.facts.chosen["data"]["tokens"], self.config
-        keeps = choices.state_bytes(tokens, config.hidden_size) < min(
-            1e9 * STATES_GB, shutil.disk_usage(self.folder).free / 2
-        )
-        shared = self.shared | choices.windows(tokens, self.length) | {
-            "data": (str(self.folder / "training.jsonl"),), "out": str(self.out),
-            "precision": PRECISION[torch.cuda.is_available() or cpu_computes_bfloat16()],
-            "states_cache": str(self.folder / "states") if keeps else None,
-        }  # fmt: skip
-        layers = config.num_hidden_layers if self.architecture in FAMILIES else 0
-        for heads in choices.heads(layers, config.vocab_size):
-            speed = speed_of(CPOptions(**shared | heads))
-            seconds, planned = self.stage.seconds, self.stage.planned
-            passes = choices.passes_in(planned - seconds, speed)
-            if passes >= choices.LEAST_PASSES or seconds > choices.MEASURING * planned:
-                break
-        return shared | heads | choices.schedule(max(passes, 1.0), speed)
+        data = self.folder / "training.jsonl"
+        chats = [chat for _, chat in records(data)]
+        tokens = sum(len(chat["prompt_token_ids"]) + len(chat["token_ids"]) for chat in chats)
+        length = max(8, min(512, self.length, tokens // 32))
+        fast = torch.cuda.is_available() or cpu_computes_bfloat16()
+        chosen: dict[str, Any] = self.shared | {
+            "data": (str(data),),
+            "out": str(self.out),
+            "sequence_length": length,
+            "batch_size": 4,
+            "held_out": 0.08,
+            "evaluation_tokens": 32 * length,
+            "precision": "bfloat16" if fast else "float32",
+            "condition": "recurrent",
+            # Higher ranks accept no more drafts on top of a recurrent state.
+            "rank": 1,
+            "dropout": 0.1,
+        }
+        if self.config.vocab_size > VOCABULARY:
+            chosen["train_vocab_size"] = VOCABULARY
+        layers = self.config.num_hidden_layers
+        if layers >= 4 and self.architecture in FAMILIES:
+            chosen["layers"] = tuple(round(share * layers / 4) for share in (1, 2, 3))
+        # Four layers' states and the likeliest tokens of each position.
+        kept_bytes = tokens * (4 * 2 * self.config.hidden_size + 16 * 6)
+        if kept_bytes < min(STATES_BYTES, shutil.disk_usage(self.folder).free / 2):
+            chosen["states_cache"] = str(self.folder / "states")
+        began = time.monotonic()
+        speed = speed_of(CPOptions(**chosen))
+        seconds = 60 * self.options.minutes * TRAINING - (time.monotonic() - began)
+        # The first pass also computes the target's states.
+        further = seconds - speed.steps * (speed.step + speed.target)
+        passes = 1 + max(0.0, further) / (speed.steps * speed.step)
+        steps = max(1, round(min(passes, MOST_PASSES) * speed.steps))
+        chosen["steps"] = steps
+        chosen["evaluate_every"] = -(-steps // EVALUATIONS)
+        chosen["patience"] = PATIENCE
+        chosen["save_every"] = max(1, min(round(CHECKPOINT_SECONDS / speed.step), steps))
+        return chosen
 
     def calibration(self) -> None:
-        """Measure acceptance on held-out prompts, and times."""
+        """Measure acceptance on held-out prompts."""
         import torch
 
         from vllm_ppd.heads.calibration.options import CalibrationOptions
         from vllm_ppd.heads.calibration.run import calibrate
-        from vllm_ppd.heads.fitting import choices
+        from vllm_ppd.heads.io import read_calibration
 
-        facts, planned = self.state.facts, self.stage.planned
-        rate = max(facts.chosen.get(name, {}).get("tokens_a_second", 0.0) for name in ("answers", "others"))
-        held_out = facts.chosen["data"]["held_out"]
-        prompts = self.state.choose("prompts", lambda: choices.prompts_in(planned, rate, held_out))
-        calibrate(CalibrationOptions(**self.shared | {
-            "heads": str(self.out), "data": (str(self.folder / "held-out.jsonl"),), "prompts": prompts,
-            "new_tokens": choices.NEW_TOKENS, "precision": PRECISION[torch.cuda.is_available()],
-        }))  # fmt: skip
+        try:
+            read_calibration(self.out)
+        except HeadsError:
+            data = self.folder / "held-out.jsonl"
+            held_out = data.read_bytes().count(b"\n")
+            calibrate(
+                CalibrationOptions(
+                    **self.shared,
+                    heads=str(self.out),
+                    data=(str(data),),
+                    prompts=min(held_out, CALIBRATED),
+                    new_tokens=NEW_TOKENS,
+                    precision="bfloat16" if torch.cuda.is_available() else "float32",
+                )
+            )
 
-    def plan(self) -> None:
-        """Plan, and write the page."""
-        from vllm_ppd.heads.cp.config import CPParts
-        from vllm_ppd.heads.fitting.page import accepted_a_step, write_page
-        from vllm_ppd.heads.io import load_calibration, load_config
-        from vllm_ppd.heads.planning.options import PlanOptions
-        from vllm_ppd.heads.planning.plan import make_plan
-        from vllm_ppd.heads.training.provenance import machine, provenance_of
 
-        chosen, trained, parts = self.state.facts.chosen, provenance_of(self.out), load_calibration(self.out)
-        assert isinstance(parts, CPParts)
-        plan = make_plan(PlanOptions(**dict[str, Any](heads=(str(self.out),), model=self.options.model)))
-        minutes = sum(self.state.facts.seconds.values()) / 60
-        write_page(self.out, plan, parts, {
-            "heads": f"CP, {load_config(self.out).describe()}",
-            "data": "{training:,} chats of {tokens:,} tokens, written by the model".format(**chosen["data"]),
-            "training": f"{trained.steps:,} steps, {trained.tokens:,} tokens",
-            "figures": f"on {chosen['prompts']} held-out prompts",
-            "time": f"{minutes:.1f} of {self.options.minutes:g} minutes on {machine()}",
-        })  # fmt: skip
-        self.stage.status = f"{accepted_a_step(parts):.3f} drafts accepted per step, sampled texts"
+def vllm_engine(options: Any) -> Any:
+    """vLLM's engine, which takes seconds to import."""
+    from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
+
+    return OfflineEngine(options)
+
+
+def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

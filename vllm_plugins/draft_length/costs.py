@@ -3,18 +3,30 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, model_validator
+from typing_extensions import Self
 
-from vllm_ppd.heads.planning.timings import Engine, StepTable
-
+StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LIMIT = 0.25  # of a step; a wrong number of drafts loses at most the error of the costs
 
 
-class CostTable(StepTable):
-    """Step costs of an engine, checked before they are kept."""
+class CostTable(BaseModel):
+    """Seconds of decode steps at the batch sizes and numbers of drafts that were measured."""
+
+    sizes: list[int] = Field(min_length=1)  # requests, ascending
+    counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
+    seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
+    second_fastest: list[list[StepSeconds]] | None = None  # [sizes, counts], in the second fastest round
+
+    @model_validator(mode="after")
+    def _rectangular(self) -> Self:
+        for table in (self.seconds, self.seconds if self.second_fastest is None else self.second_fastest):
+            if [len(row) for row in table] != [len(self.counts)] * len(self.sizes):
+                raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
+        return self
 
     def implausible(self) -> str:
         """The evidence that something else ran on the machine during the measurement; empty if there is none.
@@ -45,7 +57,6 @@ class MeasuredCosts(BaseModel):
     """Costs of an engine's steps."""
 
     method: CostTable
-    engine: Engine | None = None  # the measured engine, for `ppd plan --timings`
 
     def save(self, path: Path) -> None:
         """Write a file atomically."""

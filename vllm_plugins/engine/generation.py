@@ -2,13 +2,14 @@
 """vLLM's offline engine, for writing on-policy data."""
 
 import os
+from functools import partial
 from typing import Any
 
+from tqdm import tqdm
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import Continuation, Request
+from vllm_ppd.heads.generation.write import Continuation, Sampling
 from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
@@ -19,56 +20,54 @@ CPU_STEP = 1024  # tokens: longer prompts leave a core's cache and take longer p
 
 
 class OfflineEngine:
-    """A vLLM engine to which requests can be added at any time.
+    """vLLM's engine, which continues batches of prompts.
 
     Args:
         options: model, sizes, precision and seed.
     """
 
     def __init__(self, options: DataOptions) -> None:
-        self.generated = 0
-        self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of unfinished requests
         self._on_cpu = platform.is_cpu()
         os.environ[platform.ENDS_WITH] = str(os.getpid())
-        self._engine = LLM(**engine_arguments(options)).llm_engine
+        self._llm = LLM(**engine_arguments(options))
         del os.environ[platform.ENDS_WITH]
 
-    def submit(self, request: Request) -> None:
-        processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
-        # Explicit parameters, as vLLM's defaults follow the model's generation_config.json.
-        params = SamplingParams(
-            temperature=request.temperature, top_p=1.0 if processed else request.top_p, max_tokens=request.max_tokens,
-            seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
-            stop=[request.stop_text] if request.stop_text else None, detokenize=request.wants_text,
-            extra_args={TOP_P: request.top_p} if processed else None, output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
+    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
+        params = [self._params(sampling, seed) for seed in seeds]
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = self._llm.generate(inputs, params, use_tqdm=partial(tqdm, leave=False))
+        answers = [output.outputs[0] for output in outputs]
+        return [Continuation(list(a.token_ids), a.text, str(a.finish_reason)) for a in answers]
 
     def close(self) -> None:
-        """End the engine's processes, which frees their memory."""
-        self._engine.engine_core.shutdown()
+        self._llm.llm_engine.engine_core.shutdown()
 
-    def step(self) -> list[Continuation]:
-        ended = []
-        for output in self._engine.step():
-            new = output.outputs[0]
-            ids, text = self._written.setdefault(output.request_id, ([], []))
-            ids += new.token_ids
-            text.append(new.text)
-            self.generated += len(new.token_ids)
-            if output.finished:
-                del self._written[output.request_id]
-                ended.append(Continuation(output.request_id, ids, "".join(text), str(new.finish_reason)))
-        return ended
+    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
+        """vLLM's parameters; explicit, as its defaults follow the model's generation_config.json."""
+        processed = self._on_cpu and sampling.temperature > 0 and sampling.top_p < 1
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=1.0 if processed else sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=list(sampling.stop_ids) or None,
+            stop=[sampling.stop_text] if sampling.stop_text else None,
+            detokenize=sampling.wants_text,
+            extra_args={TOP_P: sampling.top_p} if processed else None,
+        )
 
 
 def engine_arguments(options: DataOptions) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     arguments: dict[str, Any] = {
-        "model": options.model, "max_model_len": options.max_length, "seed": options.seed,
-        "max_num_seqs": options.batch, "trust_remote_code": options.trust_remote_code, "dtype": options.precision,
+        "model": options.model,
+        "max_model_len": options.max_length,
+        "seed": options.seed,
+        "max_num_seqs": options.batch,
+        "trust_remote_code": options.trust_remote_code,
+        "dtype": options.precision,
         "use_tqdm_on_load": False,
-    }  # fmt: skip
+    }
     if platform.is_cpu():
         arguments |= _cpu_arguments(options)
     return arguments if options.kv_cache_gib is None else arguments | platform.kv_cache(options.kv_cache_gib)

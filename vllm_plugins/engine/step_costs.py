@@ -20,7 +20,6 @@ from vllm.distributed import get_tp_group
 
 from vllm_ppd.heads.files import digest_of
 from vllm_ppd.heads.io import CONFIG_NAME
-from vllm_ppd.heads.planning.timings import Engine
 from vllm_ppd.heads.training.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -73,20 +72,12 @@ def costs_of_engine(
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         table = measure_table(time_steps, largest, counts, group.broadcast_object)
     np.random.set_state(random)  # noqa: NPY002
-    costs = MeasuredCosts(method=table, engine=described(config, vllm_config))
+    costs = MeasuredCosts(method=table)
     seconds = time.perf_counter() - started
     logger.info("vllm-ppd: step costs measured in %.1f s, for %s: %s", seconds, path, summary(costs.method))
     if group.is_first_rank:
         save(costs, path)
     return costs
-
-
-def described(config: DraftingConfig, vllm_config: Any) -> Engine:
-    """A description of the engine whose steps were measured, for `ppd plan --timings`."""
-    names = {"target": vllm_config.model_config.model, "heads": config.model}
-    names = {key: os.path.abspath(name) if name and os.path.exists(name) else name for key, name in names.items()}
-    options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size"}
-    return Engine(**names, **config.model_dump(include=options))
 
 
 def load(path: Path) -> MeasuredCosts | None:

@@ -10,9 +10,9 @@ import torch
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.calibration.run import save_recommended
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.draft_vocabulary import candidate_sizes, columns, compared, covered, first_guess, most_frequent
+from vllm_ppd.heads.draft_vocabulary import columns, covered, first_guess, most_frequent
 from vllm_ppd.heads.io import load_config
-from vllm_ppd.heads.planning.recommend import recommend
+from vllm_ppd.heads.planning import recommend
 
 
 def zipf(vocab: int, power: float) -> torch.Tensor:
@@ -31,12 +31,6 @@ def test_most_frequent_and_where_they_stand() -> None:
 
 def test_covered_counts_down_from_the_most_frequent() -> None:
     torch.testing.assert_close(covered(torch.tensor([1, 6, 3])), torch.tensor([0.6, 0.9, 1.0], dtype=torch.float64))
-
-
-def test_candidate_sizes_are_round_and_worth_their_memory() -> None:
-    assert candidate_sizes(32_000) == [16_000, 8_000, 4_032, 2_048]
-    assert candidate_sizes(4096) == [2048, 1024]
-    assert candidate_sizes(320) == []
 
 
 def test_first_guess() -> None:
@@ -82,16 +76,3 @@ def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
         chosen = {"draft_vocab_size": size, "predicted_speedup": 2.0}
         save_recommended(str(tmp_path), config, chosen)
         assert load_config(tmp_path).draft_vocab_size == size
-
-
-@pytest.mark.parametrize(
-    ("trained", "expected"), [(5000, [16_384, 8192, 5000, 4096, 2048]), (None, [16_384, 8192, 4096, 2048])]
-)
-def test_calibration_tries_the_vocabulary_that_heads_were_trained_over(
-    trained: int | None, expected: list[int]
-) -> None:
-    counts = zipf(32_768, 1.15)
-    vocabularies = compared(counts, trained)
-    assert [len(ids) for ids, _ in vocabularies] == expected
-    for ids, share in vocabularies:
-        assert share == pytest.approx(float(counts[ids].sum() / counts.sum()))

@@ -4,7 +4,6 @@
 What must be refused is in test_io.py.
 """
 
-import json
 import os
 import random
 import resource
@@ -21,7 +20,7 @@ from typing import Any
 import heads_folders
 import pytest
 from conftest import Factory
-from damages import ODD, RULES, places, put
+from damages import RULES
 from refusals import Readers
 
 CASES = 40  # a kind
@@ -59,26 +58,6 @@ def test_damaged_heads_folders(readers: Readers, whole_heads: Factory, tmp_path:
         shutil.rmtree(folder)
     assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) < BYTES
     assert CASES * len(readers.of) / 2 < refused < CASES * len(readers.of)
-
-
-@pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_damaged_reports(readers: Readers, whole_heads: Factory, tmp_path: Path, kind: str) -> None:
-    """A plan, or one line; whoever does not read them takes the heads."""
-    folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
-    path, content = folder / "calibration.json", (whole_heads(kind) / "calibration.json").read_text()
-    refused = 0
-    for case in range(CASES):
-        rng = random.Random(f"{kind} {case}")
-        data = json.loads(content)
-        place, value = rng.choice(list(places(data))), rng.choice(ODD)
-        put(data, place, value)
-        path.write_text(json.dumps(data) if case % 5 else content[: rng.randrange(len(content))])
-        told = f"case {case}: {place} is {value!r}"[:200]
-        with within(SECONDS, told):
-            refused += readers.refusal("plan", str(folder)) is not None
-            assert readers.refusal("inspect", str(folder)) is None, told
-    assert refused > CASES / 2
-    assert readers.refusal("model alone", str(folder)) is None
 
 
 @pytest.mark.parametrize("program", ["ppd", "vllm"])

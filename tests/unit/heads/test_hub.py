@@ -72,13 +72,11 @@ def test_every_way_in_takes_a_name(hub: Hub, readers: Readers, monkeypatch: pyte
     assert len(hub.requests) == asked, "a commit that is in the cache needs no Hub"
 
 
-def test_inspect_and_plan_do_not_fetch_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_does_not_fetch_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", NAME]) == 0
     said = capsys.readouterr().out
-    assert "cp (" in said and "not fetched" in said and "calibrated  " in said
+    assert "kind  " in said and "not fetched" in said and "calibrated  " in said
     assert "will load: yes, with " in said and "weights are checked after they are fetched" in said
-    assert main(["plan", NAME]) == 0
-    assert f"--speculative-model {NAME}" in capsys.readouterr().out
     whole = (hub.folder(NAME, str(hub.commit(NAME, "main"))) / "model.safetensors").stat().st_size
     assert whole > 100_001, "the header is read with the first 100,001 bytes"
     assert hub.sent["model.safetensors"] <= 2 * 100_001 and not list(Path(constants.HF_HUB_CACHE).rglob("model.safet*"))
@@ -166,7 +164,7 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory, monkeypatc
 def test_bad_names_and_hubs_that_do_not_answer_are_one_line(
     hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands = ("method and model", "model alone", "inspect", "plan", "calibrate")
+    commands = ("method and model", "model alone", "inspect", "calibrate")
 
     def refused(name: str, message: str) -> None:
         for command_name in commands:

@@ -6,12 +6,10 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
-from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
@@ -29,11 +27,7 @@ class StepCostsMixin(UpdatedWorker):
         runner = self.model_runner
         if runner.device.type == "cuda":
             warm_up_top_p(runner.max_num_reqs * (1 + runner.num_speculative_steps), runner.vocab_size, runner.device)
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        config = required_config(runner.vllm_config, self)
-        if not config.adaptive:
-            log_predicted_gain(config, runner.vllm_config, None)
-        return times
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def step_costs(self, again: bool = False) -> MeasuredCosts | None:
         """Costs of steps with and without drafts; called by the scheduler's process, in every worker.
@@ -46,9 +40,7 @@ class StepCostsMixin(UpdatedWorker):
         counts = counts_of(config.num_speculative_tokens, runner.device.type)
         config = config.model_copy(update={"step_costs": "measure"}) if again else config
         largest, timed = most_requests(runner, counts, STEPS), functools.partial(time_steps, runner)
-        costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, counts, timed)
-        log_predicted_gain(config, runner.vllm_config, costs)
-        return costs
+        return costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, counts, timed)
 
 
 if current_platform.is_cpu():

@@ -2,43 +2,34 @@
 """Users' files: what is read and as what, what is skipped and counted, what is refused in one line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from conftest import write_texts
+from conftest import DEMO
 from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
-from vllm_ppd.benchmarks.prompts import read_prompts
-from vllm_ppd.heads.calibration.text import take_prompts
-from vllm_ppd.heads.data import documents as documents_module
-from vllm_ppd.heads.data import files
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.prompts import document_prompts
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.prompts import read_prompts as data_prompts
-from vllm_ppd.heads.training.tokens import TokenStore
+from vllm_ppd.vllm_plugins.cli.main import main
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}
-CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-CALLING = {"role": "assistant", "tool_calls": [CALL]}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 # As strict as Mistral's and Gemma's: users and assistants in turn, no system message.
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]"
-    "{% endfor %}{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 BOS = 5
-
-
-@pytest.fixture(scope="module")
-def plain() -> Any:
-    return tiny.make_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -46,256 +37,156 @@ def chatty() -> Any:
     return templated(TEMPLATE)
 
 
-def with_bos() -> Any:
-    """A tokenizer that begins what vLLM's server reads with a BOS token; so does its chat template."""
-    tokenizer = tiny.make_tokenizer()
-    token = tokenizer.convert_ids_to_tokens(BOS)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, BOS)])
-    tokenizer.chat_template = token + TEMPLATE
-    return tokenizer
-
-
-def read(path: Path, tokenizer: Any) -> list[str]:
+def read(path: str | Path, tokenizer: Any) -> list[str]:
     return [document.text for document in Documents([path], lambda: tokenizer)]
 
 
-def test_text_chat_and_plain_files(tmp_path: Path, chatty: Any) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
-    (tmp_path / "b.py").write_text("x = 1\n" * 100_000)
+def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
+    write(tmp_path / "a.jsonl", {"text": "one"}, {"messages": CHAT})
+    (tmp_path / "b.json").write_text('[{"text": "two"},\n {"text": "three"}]')
+    (tmp_path / "c.py").write_text("x = 1\n" * 100_000)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index").write_bytes(b"\0\1")
     texts = read(tmp_path, chatty)
-    assert texts[:2] == ["one", "<user>hi<assistant>ho"]
-    assert len(texts) > 3, "a long plain file comes in pieces"
-    assert "".join(texts[2:]) == "x = 1\n" * 100_000
+    assert texts[:4] == ["one", "<user>hi<assistant>ho", "two", "three"]
+    assert len(texts) > 5, "a long plain file comes in pieces"
+    assert "".join(texts[4:]) == "x = 1\n" * 100_000
 
 
 @pytest.mark.parametrize(
-    ("record", "text"),
+    ("record", "text", "prompt"),
     [
-        ({"text": None, "messages": CHAT}, "<user>hi<assistant>ho"),
-        ({"text": float("nan"), "messages": CHAT}, "<user>hi<assistant>ho"),
-        ({"text": "x", "messages": None}, "x"),
-        ({"messages": [CHAT[0], CALLING | {"content": None}]}, "<user>hi<assistant>[f 1]"),
-        ({"messages": [CHAT[0], CALLING]}, "<user>hi<assistant>[f 1]"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]}, "<user>a\nb"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, "<user>a<assistant>b"),
-        ({"conversations": [{"role": None, "content": None, "from": "human", "value": "a"}]}, "<user>a"),
-        ({"conversations": CHAT}, "<user>hi<assistant>ho"),
-        ({"prompt": "a", "completion": " b"}, "a b"),
-        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "<user>hi<assistant>ho"),
-        ({"prompt": "hi", "completion": CHAT[1:]}, "<user>hi<assistant>ho"),
-        ({"text": "\ud83d\ude00"}, "\U0001f600"),
-    ],
-)  # fmt: skip
-def test_layouts_of_records(tmp_path: Path, chatty: Any, record: Any, text: str) -> None:
-    assert read(write(tmp_path / "a.jsonl", record), chatty) == [text]
-
-
-def test_system_column(tmp_path: Path) -> None:
-    tokenizer = templated("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
-    path = write(tmp_path / "a.jsonl", {"system": "be", "conversations": [{"from": "human", "value": "a"}]})
-    assert read(path, tokenizer) == ["<system>be<user>a"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '[{"text": "a"},\n {"text": "b"}]',
-        '[{"text": "a"},\n {"text": "b"}]\n\n',
-        '{"text": "a"}\n{"text": "b"}\n',
-        '{\n "text": "a"\n}{"text": "b"}',
-        '\ufeff[{"text": "a"}, {"text": "b"}]',
-        "[" + " " * 50 + '{"text": "a"}\n' + " " * 50 + "," + '{"text": "b"}' + " " * 50 + "]",
+        ({"text": "x", "messages": None}, "x", None),
+        ({"messages": CHAT, "text": None}, "<user>hi<assistant>ho", "<user>hi<assistant>"),
+        ({"messages": [CHAT[0], CALL]}, "<user>hi<assistant>[f]", "<user>hi<assistant>"),
+        ({"prompt": "a"}, "a", "a"),
+        ({"prompt": "a", "response": " b"}, "a b", "a"),
+        ({"prompt": "a", "completion": " b"}, "a b", "a"),
     ],
 )
-def test_json_files_are_records(tmp_path: Path, plain: Any, text: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    assert read(tmp_path / "a.json", plain) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"text": "a"},\n {"text": 3}]', "a.json, record 2: 'text' is of type int"),
-        ('[{"text": "a"}\n\n {"text": "b"}]', "a.json:3 is not JSON .Expecting ',' delimiter"),
-        ('[{"text": "a"},\n\n {"text" "b"}]', "a.json:3 is not JSON .Expecting ':'"),
-        ('[{"text": "a"},\n', "a.json:2 is not JSON .Expecting value"),
-        ('[{"text": "a"}\n', "a.json:2 is not JSON .Expecting ',' delimiter"),
-        ('[{"text": "a"}]\nx', "a.json:2 is not JSON .Expecting value"),
-        ('"text"', "a.json, record 1 has no columns"),
-        ("[" * 100_000, "a.json:1 is not JSON .nested too deeply"),
-        ('[{"id": ' + "1" * 5000 + "}]", "a.json:1 is not JSON .Exceeds the limit"),
-        ('{"data": [{"text": "a"}]}', "a.json, record 1 has 'data'; each record needs 'text'"),
-    ],
-)
-def test_bad_json_file_is_named(tmp_path: Path, plain: Any, text: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(TrainingError, match=message) as caught:
-        read(tmp_path / "a.json", plain)
-    assert len(str(caught.value)) <= 300
-
-
-def test_byte_order_marks(tmp_path: Path, plain: Any) -> None:
-    record = json.dumps({"text": "a"}) + "\n"
-    (tmp_path / "a.jsonl").write_text("\ufeff" + record + "\ufeff" + record)
-    (tmp_path / "b.txt").write_text("\ufeffb")
-    assert read(tmp_path, plain) == ["a", "a", "b"]
-
-
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"text": "a\ud800b"}, "a lone surrogate in the text, which is not a Unicode character"),
-        ({"messages": [{"role": "user", "content": "\udc00"}]}, "a lone surrogate in the text"),
-        ({"messages": CHAT[1:]}, "the chat template rejects it (Roles must alternate)"),
-        ({"messages": [SYSTEM, *CHAT]}, "the chat template rejects it (System role not supported)"),
-        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [3]}]}, "the chat template rejects it ("),
-        ({"messages": []}, "a chat without messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "a message without content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message with content that is not text"),
-        ({"text": None}, "the text is null"),
-        ({"prompt": "x", "completion": None}, "the text is null"),
-        ({"text": ""}, "the text is empty"),
-        ({"prompt_token_ids": []}, "the text is empty"),
-    ],
-)  # fmt: skip
-def test_skipped_records_are_counted(tmp_path: Path, chatty: Any, capsys: Any, record: Any, reason: str) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)
-    made = Documents([path], lambda: chatty)
-    assert [document.text for document in made] == ["fine"]
-    assert list(made.skipped.values()) == [2]
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert told[0].startswith("vllm-ppd: skipped ")
-    assert f"a.jsonl:2: {reason}" in told[0]
-    assert f"skipped 2: 2 {reason}" in told[1]
-    assert told[1].endswith(", of 3 records")
-
-
-def test_many_reasons(tmp_path: Path, capsys: Any) -> None:
-    """A template may name what it refuses; what is told stays short."""
-    tokenizer = templated("{{ raise_exception(messages[0].content) }}")
-    texts = [f"{i} {'x' * 500}" for i in range(40)]
-    made = Documents(
-        [write(tmp_path / "a.jsonl", *({"messages": [{"role": "user", "content": text}]} for text in texts))],
-        lambda: tokenizer,
-    )
-    assert not list(made)
-    assert made.skipped.total() == 40
-    assert made.skipped[documents_module.OTHER] == 40 - documents_module.MOST_REASONS
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == documents_module.MOST_REASONS + 2
-    assert max(map(len, told)) <= 300
+def test_forms_of_records(tmp_path: Path, chatty: Any, record: Any, text: str, prompt: str | None) -> None:
+    (document,) = Documents([write(tmp_path / "a.jsonl", record)], lambda: chatty)
+    assert (document.text, document.prompt) == (text, prompt)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "a.jsonl:2 is not JSON"),
-        ('{"question": "x", "chosen": "y"}', "a.jsonl:2 has 'chosen', 'question'; each record needs 'text'"),
-        ('{"prompt": "x", "completion": 3}', "a.jsonl:2: 'completion' is of type int"),
-        ("[1]", "a.jsonl:2 has no columns"),
+        ('{"text": "\xe9"}', "a.jsonl:2 is not JSON .not UTF-8"),
+        ('{"a": ' + "[" * 100_000, "a.jsonl:2 is not JSON .nested too deeply"),
+        ('{"question": "x", "chosen": "y"}', "a.jsonl:2 has 'chosen', 'question'; each record needs 'messages'"),
+        ('{"prompt": "x", "response": 3}', "a.jsonl:2: 'response' is of type int; it must be a string"),
+        ("[1]", "a.jsonl:2 is no JSON object"),
         ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),
-        ('{"messages": "hi"}', "a.jsonl:2: 'messages' must be a list"),
+        ('{"messages": "hi"}', "a.jsonl:2: 'messages' must be a list of objects with 'role' and 'content' strings"),
         ('{"messages": [{"role": "user"}]}', "a.jsonl:2: 'messages' must be a list"),
-        ('{"messages": [{"role": 3, "content": "x"}]}', "a.jsonl:2: 'messages' must be a list"),
-        ('{"conversations": [["hi"]]}', "a.jsonl:2: 'conversations' must be a list"),
-        ('{"messages": [{"role": "user", "content": {"a": 1}}]}', "a.jsonl:2: a message's content is of type dict"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "a.jsonl:2: a content part of a message"),
-        ('{"prompt_token_ids": [1, -1]}', "a.jsonl:2: no list of token ids"),
-        ('{"prompt_token_ids": [1, true]}', "a.jsonl:2: no list of token ids"),
+        ('{"prompt_token_ids": [1, true]}', "a.jsonl:2: no list of token ids under 'prompt_token_ids'"),
         (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, but this model's tokenizer has no chat template"),
         ('{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
-        ('{"a": ' + "[" * 100_000, "a.jsonl:2 is not JSON .nested too deeply"),
     ],
 )
-def test_bad_line_is_named(tmp_path: Path, plain: Any, line: str, message: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n")
+    path.write_text('{"text": "fine"}\n' + line + "\n", encoding="latin-1")
     with pytest.raises(TrainingError, match=message) as caught:
-        read(path, plain)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) <= 300
+        read(path, templated(None))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300
 
 
-def test_bad_files(tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TrainingError, match="does not exist"):
-        read(tmp_path / "none.jsonl", plain)
-    (tmp_path / ".hidden").write_text("x")
-    with pytest.raises(TrainingError, match="holds no files"):
-        read(tmp_path, plain)
-    for name, content, message in (
-        ("a.txt", b"\xff\xfe\x00", r"a.txt:1 is not UTF-8 text"),
-        ("b.txt", b"one\ntwo\n\xff\n", r"b.txt:3 is not UTF-8 text; convert"),
-        ("c.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"c.jsonl:2 is not UTF-8 text"),
-        ("d.json", b'[{"text": "a"},\n{"text": "\xe9"}]\n', r"d.json:2 is not UTF-8 text"),
-        ("e.txt", b"one\n\xe2\x82", r"e.txt:2 is not UTF-8 text"),
-        (
-            "f.jsonl.gz",
-            b"\x1f\x8b\x08\x00",
-            r"f.jsonl.gz:1 is not UTF-8 text; convert the file, unpack it",
-        ),
-        ("g.bin", b"line\n\x00\x01", r"g.bin:2 is not UTF-8 text"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(TrainingError, match=message) as caught:
-            read(tmp_path / name, plain)
-        assert len(str(caught.value)) <= 300
-    monkeypatch.setattr(files, "LONGEST_RECORD", 50)
-    with pytest.raises(TrainingError, match=r"i.jsonl:2 is longer than 50 characters"):
-        read(write_texts(tmp_path / "i.jsonl", ["a", "b" * 60]), plain)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', "a.json is not JSON .*line 2"),
+        ("a.json", b'[{"text": "a"}, {"text": 3}]', "a.json, record 2: 'text' is of type int"),
+        ("a.txt", b"one\n\xff\n", "a.txt is not UTF-8 text; convert the file"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TrainingError, match=message):
+        read(tmp_path / name, templated(None))
 
 
-def test_files_without_text_are_counted(tmp_path: Path, plain: Any) -> None:
-    for name, content in (("a.jsonl", ""), ("b.jsonl", "\n \n"), ("c.txt", ""), ("d.json", "[]"), ("e.txt", "\ufeff")):
-        (tmp_path / name).write_text(content)
-    made = Documents([tmp_path], lambda: plain)
-    assert not list(made)
-    assert made.skipped == {"an empty file": 5}
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"text": "a\ud800b"}, "a lone surrogate in the text"),
+        ({"messages": [SYSTEM, *CHAT]}, "the chat template rejects it (System role not supported)"),
+        ({"messages": []}, "a chat without messages"),
+        ({"text": None}, "the text is null"),
+        ({"prompt_token_ids": []}, "the text is empty"),
+    ],
+)
+def test_records_that_are_skipped_are_counted(
+    tmp_path: Path, chatty: Any, capsys: Any, record: Any, reason: str
+) -> None:
+    made = Documents([write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)], lambda: chatty)
+    assert [document.text for document in made] == ["fine"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"vllm-ppd: skipped 2: 2 {reason}") and line.endswith(", of 3 records")
 
 
-def test_special_tokens() -> None:
-    tokenizer = with_bos()
-    special = SpecialTokens.of(tokenizer)
-    assert special == ((BOS,), ())
-    assert SpecialTokens.of(tiny.make_tokenizer()) == ((), ())
-    assert special.pieces([BOS, 10, 11, 12, 13, 14], 3) == [[BOS, 10, 11], [BOS, 12, 13]]
-    assert special.pieces([10, 11, 12, 13], 3) == [[10, 11, 12]]  # a chat whose template has no BOS
-    assert special.pieces([BOS, 10], 3) == []
-    assert special.pieces([BOS, 10], 3, shorter=True) == [[BOS, 10]]
-    assert special.bare([BOS, 10]) == [10]
+def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
+    """One BOS at the beginning, whether of a text, of a piece of it, or of a chat whose template writes it."""
+    tokenizer = tiny.make_tokenizer()
+    token = tokenizer.convert_ids_to_tokens(BOS)
+    special = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, BOS)])
+    tokenizer.backend_tokenizer.post_processor = special
+    tokenizer.chat_template = token + TEMPLATE
+    assert SpecialTokens.of(tokenizer) == ((BOS,), ())
+    path = write(tmp_path / "a.jsonl", {"text": "some longer text"}, {"messages": CHAT})
+    documents = Documents([path], lambda: tokenizer)
+    served = [
+        tokenizer("some longer text")["input_ids"],
+        tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)["input_ids"],
+    ]
+    assert [document.ids for document in documents.tokens()] == served
+    pieces, chat = document_prompts(documents, 5)
+    assert not pieces.is_asked and chat.is_asked and len(pieces.ids) > 1
+    assert all(ids[0] == BOS and BOS not in ids[1:] and len(ids) == 5 for ids in pieces.ids)
+    asked = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert chat.ids == [tokenizer(asked, add_special_tokens=False)["input_ids"]]
 
 
-def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training, calibration, on-policy prompts and benchmarks: one BOS at the beginning, as vLLM's server has it."""
-    tokenizer = with_bos()
-    served = tokenizer("some text", add_special_tokens=True)["input_ids"]  # of a completion's prompt
-    chat = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    served_chat = tokenizer(chat, add_special_tokens=False)["input_ids"]  # of a chat
-    assert served[0] == served_chat[0] == BOS != served_chat[1]
-    data = write(tmp_path / "data.jsonl", *[{"text": "some text"}, {"messages": CHAT}] * 30)
-    store = TokenStore(tmp_path / "work", [data], tokenizer, tiny.VOCAB, 0.3, 16)
-    for document in store.documents():
-        assert document.tolist() in ([*served, 0], [*served_chat, 0])
+BAD: dict[str, tuple[str, str | None, str]] = {
+    "no file": ("none.jsonl", None, "data file 'none.jsonl' does not exist"),
+    "a pipe": ("pipe", None, "data file 'pipe' is not a regular file"),
+    "no text": ("a.jsonl", '\n{"text": null}\n', "no text in a.jsonl (a.jsonl:2: the text is null); give .jsonl"),
+    "no JSON": ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
+}
 
-    class Target:
-        vocab_size, device = tiny.VOCAB, "cpu"
 
-    Target.tokenizer = tokenizer  # type: ignore[attr-defined]
-    prompts = take_prompts([str(data)], Target, 90, 5).tolist()  # type: ignore[arg-type]
-    assert served[:5] in prompts
-    assert [BOS, *served[5:9]] in prompts
-    assert all(ids[0] == BOS and BOS not in ids[1:] for ids in prompts)
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("command", ["train early", "calibrate", "data"])
+def test_commands_refuse_bad_data_before_a_model_is_loaded(
+    command: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
-    prompts = [prompt.ids for prompt in read_prompts((str(data),), "any", 5)]
-    assert served[:5] in prompts
-    assert all(ids[0] == BOS and BOS not in ids[1:] for ids in prompts)
+    for loader in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
+    monkeypatch.chdir(tmp_path)
+    name, content, message = BAD[bad]
+    if content is not None:
+        Path(name).write_text(content)
+    elif bad == "a pipe":
+        os.mkfifo(name)
+    words = {
+        "train early": ["--model", str(DEMO), "--out", "out", "--data", name],
+        "calibrate": [str(DEMO.parent / "heads" / "early"), "--data", name],
+        "data": ["--model", str(DEMO), "--out", "out", "--prompts", name],
+    }[command]
+    assert main([*command.split(), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ppd: error: {message}") and not Path("out").exists()
 
-    options = DataOptions(model="any", out="-", prompts=(str(data),), prompt_tokens=5)
-    asked = list(data_prompts(options, tokenizer))
-    assert served[:5] in asked
-    user = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
-    assert tokenizer(user, add_special_tokens=False)["input_ids"] in asked
-    assert all(ids[0] == BOS and BOS not in ids[1:] for ids in asked)
+
+def test_too_few_prompts_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    ids, text = {"prompt_token_ids": [4, 5]}, {"text": "has any number of prompts"}
+    data = write(tmp_path / "a.jsonl", ids, {"prompt": "x"})
+    check_data([data], prompts=2)
+    with pytest.raises(TrainingError, match=r"3 prompts are needed, but .*a\.jsonl have 2; give more data"):
+        check_data([data], prompts=3)
+    check_data([data, write(tmp_path / "b.jsonl", text)], prompts=3)

@@ -107,13 +107,13 @@ def test_an_index_of_shards_that_is_damaged(readers: Readers, tmp_path: Path, pl
 def test_calibration_adds_the_target_and_counts(
     readers: Readers, tiny_model: Factory, tmp_path: Path, layout: str
 ) -> None:
-    """What was published stays as it is; every way in takes the folder then, and a plan can be made."""
+    """What was published stays as it is; every way in takes the folder then."""
     folder = publish(tmp_path / "recurrent", layout, shards=2)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(20, 3))
-    options: dict[str, Any] = {"prompts": 4, "prompt_tokens": 8, "new_tokens": 12, "batch_sizes": (1,), "device": "cpu"}
+    options: dict[str, Any] = {"prompts": 4, "prompt_tokens": 8, "new_tokens": 12, "device": "cpu"}
     result = calibrate(CalibrationOptions(heads=str(folder), data=(str(data),), model=str(tiny_model()), **options))
-    assert result["finished"] and set(result["parts"]) == {"timing", "likelihood", "acceptance", "vocabulary"}
+    assert result["finished"] and set(result["parts"]) == {"timing", "acceptance", "vocabulary"}
     config, tensors = load_tensors(folder, recurrent.RecurrentConfig)
     assert config.names_target and config.verifier == str(tiny_model())
     assert tensors["token_counts"].sum() > 100

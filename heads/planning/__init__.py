@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Predictions of the gain of drafting on a machine and under a load, from a calibration."""

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recommended setting against brute force, and PPD's Theorem 4.1 against simulation."""
+
+import random
+from typing import Any
+
+import pytest
+
+from vllm_ppd.heads.base import TargetLayers
+from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.planning import advice, recommend, theorem_4_1
+
+LAYERS, SHARE, TRANSFORM = 10, 0.2, 0.1
+TARGET = TargetLayers(model_type="llama", hidden_size=8, vocab_size=320, num_hidden_layers=LAYERS)
+TIMING = {"lm_head_share": SHARE, "transform_in_layers": TRANSFORM}
+
+
+def counts(accepted: float, drafts: int) -> list[dict[str, float]]:
+    """Counts with 1, 2, ... drafts, each accepted with a probability if those before it were."""
+    tokens = [sum(accepted**i for i in range(n + 1)) for n in range(1, drafts + 1)]
+    return [{"cycles": 100, "drafted": 100 * n, "length": length} for n, length in enumerate(tokens, start=1)]
+
+
+@pytest.mark.parametrize("rates", [{2: 0.2, 5: 0.9}, {2: 0.85, 5: 0.9}, {2: 0.05, 5: 0.1}])
+def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> None:
+    config = EarlyConfig(verifier="m", target=TARGET, exit_layers=[2, 5], num_speculative_tokens=1)
+    acceptance = {"Y": {layer: counts(rate, 4) for layer, rate in rates.items()}}
+    parts: dict[str, Any] = {
+        "timing": TIMING,
+        "matches": {"layers": [2, 5], "match": {}, "acceptance": {"greedy": acceptance, "T 0.8": acceptance}},
+    }
+    chosen = recommend(config, config.parts.model_validate(parts))
+    best: tuple[float, int, int] = (0.0, 0, 0)
+    for layer, rate in rates.items():
+        for n in range(1, 5):
+            tokens = sum(rate**i for i in range(n + 1))
+            passes = 1 + n * ((layer + TRANSFORM) * (1 - SHARE) / LAYERS + SHARE)
+            best = max(best, (tokens / passes, layer, n))
+    assert chosen["predicted_speedup"] == pytest.approx(best[0], abs=1e-4)
+    assert chosen["default_exit_layers"] == [best[1]]
+    assert chosen["num_speculative_tokens"] == best[2]
+    said = advice("heads", "the model", chosen)
+    assert ("vllm serve 'the model' --speculative-model heads" in said) == (best[0] > 1)
+    assert ("gain nothing" in said) == (best[0] <= 1)
+
+
+@pytest.mark.parametrize(("accepted_short", "expected"), [(0.69, 32), (0.4, None)])
+def test_a_draft_vocabulary_is_chosen_where_it_pays(accepted_short: float, expected: int | None) -> None:
+    config = CPConfig(verifier="m", target=TARGET, positions=2, rank=1, num_speculative_tokens=1, token_counts=True)
+    whole = {"by_drafts": counts(0.7, 1)}
+    parts: dict[str, Any] = {
+        "timing": TIMING,
+        "acceptance": {"greedy": whole, "T 0.8": whole},
+        "vocabulary": {32: {"by_drafts": counts(accepted_short, 1)}},
+    }
+    chosen = recommend(config, config.parts.model_validate(parts))
+    assert chosen["draft_vocab_size"] == expected
+
+
+@pytest.mark.parametrize(("split", "candidates", "rate"), [(6, 1, 0.6), (5, 3, 0.9), (8, 5, 0.0)])
+def test_theorem_4_1_by_the_runs_of_its_proof(split: int, candidates: int, rate: float) -> None:
+    """A run of x tokens takes d + (x - 1) d_bar; a miss begins a new run; candidates add k (d - d_bar) a token."""
+    rng = random.Random(0)
+    tokens, rounds = 11, 20_000
+    latency = 0
+    for _ in range(rounds):
+        hits = sum(rng.random() < rate for _ in range(tokens - 1))
+        runs = tokens - hits
+        latency += split * tokens + (LAYERS - split) * runs
+    expected = theorem_4_1(LAYERS, split, candidates, rate, tokens)
+    assert expected.latency == pytest.approx(latency / rounds / tokens, rel=0.01)
+    further = candidates * (LAYERS - split)
+    assert expected.compute == pytest.approx(expected.latency + further)
+
+
+def test_theorem_4_1_in_the_papers_figure() -> None:
+    """Figure 2: a run of three tokens, each matched, takes d + 2 d_bar."""
+    assert 3 * theorem_4_1(12, 8, 3, 1.0, 3).latency == pytest.approx(12 + 2 * 8)
