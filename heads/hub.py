@@ -141,17 +141,11 @@ def remote_tensors(name: str, beside: Iterable[str]) -> dict[str, tuple[str, lis
 
 @contextmanager
 def _errors_in_a_line(repository: HubName) -> Iterator[None]:
-    import httpx
-    from huggingface_hub.errors import (
-        NotASafetensorsRepoError,
-        RemoteEntryNotFoundError,
-        SafetensorsParsingError,
-    )
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    known = OSError, ValueError, httpx.HTTPError, NotASafetensorsRepoError, SafetensorsParsingError
     try:
         yield
-    except known as error:
+    except Exception as error:  # also of huggingface_hub's HTTP client
         kind = MissingFile if isinstance(error, RemoteEntryNotFoundError) else HeadsError
         what = f"{quoted(str(repository))} is not a folder, and cannot be read from the Hub"
         raise kind(f"{what}: {error}") from None

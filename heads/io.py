@@ -144,11 +144,15 @@ def load_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for name, place in _check_header(config, stored, whole).items():
         with damage_in_a_line(place.path), safe_open(place.path, framework="pt") as file:
-            tensors[name] = file.get_tensor(place.name)
+            tensor = file.get_tensor(place.name)
+        if not config.is_count(name) and not tensor.isfinite().all():
+            problem = f"tensor {quoted(place.name)} has numbers that are not finite"
+            raise HeadsError(f"{named(place.path)}: {problem}; train or copy the heads again")
+        tensors[name] = tensor
     try:
-        _check_numbers(config, tensors)
+        _check_counts(config, tensors)
     except ValueError as error:
-        raise HeadsError(f"{named(whole)}: {error}; train or copy the heads again") from None
+        raise HeadsError(f"{named(whole)}: {error}; write the heads again") from None
     return config, tensors
 
 
@@ -256,17 +260,15 @@ def _check_header(config: HeadsConfig, stored: dict[str, Stored], whole: Path) -
     return places
 
 
-def _check_numbers(config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Check every number of the weights.
+def _check_counts(config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Check counts and n-grams.
 
     Raises:
-        ValueError: if a weight is not finite, or a count impossible.
+        ValueError: if no corpus can have them.
     """
     counts = {}
     for name, tensor in tensors.items():
         if not config.is_count(name):
-            if not tensor.isfinite().all():
-                raise ValueError(f"tensor {quoted(name)} has numbers that are not finite")
             continue
         if tensor.numel() and int(tensor.min()) < 0:
             raise ValueError(f"counts in tensor {quoted(name)} are negative")

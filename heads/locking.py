@@ -61,4 +61,5 @@ def _locked(file: Path, what: str) -> Iterator[None]:
     try:
         yield
     finally:
+        file.unlink(missing_ok=True)
         lock.release()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, Factory
-from damages import put
+from refusals import put
 
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.report import report

@@ -107,46 +107,6 @@ def test_a_chat_whose_template_rewrites_turns_is_split(
         assert learnt in ("", expected[0])
 
 
-class Slow:
-    """A tokenizer that does not say where its tokens are in the text, as those written in Python."""
-
-    is_fast = False
-
-    def __init__(self, words: Any, merges: str = "") -> None:
-        self.words, self.merges = words, merges
-
-    def __call__(self, texts: Any, **settings: Any) -> Any:
-        settings.pop("return_offsets_mapping", None)
-        encoded = self.words(texts, **settings)
-        if self.merges:  # a pair of characters that has a token of its own
-            rows = [encoded["input_ids"]] if isinstance(texts, str) else encoded["input_ids"]
-            for row in rows:
-                text = self.words.decode(row)
-                if self.merges in text:
-                    place = len(self.words(text[: text.index(self.merges)], add_special_tokens=False)["input_ids"])
-                    row[place : place + 2] = [299]
-        return encoded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.words, name)
-
-
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
-        ({"prompt": "2 + 2 =", "completion": " 4"}, " 4"),
-    ],
-)
-@pytest.mark.parametrize("merges", ["", ">h", "= "])
-def test_a_tokenizer_without_offsets_gives_the_same_responses(
-    tmp_path: Path, record: Any, expected: str, merges: str
-) -> None:
-    """Also where a token would reach from the prompt into the response."""
-    path = write(tmp_path / "a.jsonl", record)
-    assert responses(path, Slow(templated(TEMPLATE), merges)) == [expected]
-
-
 def store(folder: Path, *records: Any, **changes: Any) -> TokenStore:
     data = write(folder / "data.jsonl", *records * 40)
     return TokenStore(folder / "work", [data], templated(TEMPLATE), tiny.VOCAB, 0.3, 16, **changes)
