@@ -112,8 +112,10 @@ def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypa
     with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
         StatesCache(folder, target, store, Reads(), 10_000)
     assert not folder.exists()
-    StatesCache(folder, target, store, Reads(), ROOM)
-    used = sum(path.stat().st_size for path in folder.rglob("*"))
+    cache = StatesCache(folder, target, store, Reads(), ROOM)
+    for split in ("train", "held_out"):
+        cache.states(store.batch(split, range(store.num_windows(split))))
+    used = sum(path.stat().st_size for path in cache.folder.iterdir())
     StatesCache(folder, target, store, Reads(), used)  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
         StatesCache(folder, target, store, Reads(exits=(2, 3)), used)
