@@ -137,7 +137,7 @@ def test_copies_and_fine_tunes_are_warned_about(
     assert "its lm_head has other values (a fine-tune, or a copy in another dtype)" in line
     assert main(["inspect", heads, "--target", str(other)]) == 0
     assert "Drafts are verified" in capsys.readouterr().out
-    with pytest.raises(HeadsError, match="its lm_head has other values .*; use the heads of this"):
+    with pytest.raises(HeadsError, match=r"its lm_head has other values .*; use the heads"):
         checked(CalibrationOptions(heads=heads, data=("-",), model=str(other)))
 
 

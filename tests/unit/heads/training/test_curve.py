@@ -73,26 +73,20 @@ def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> Non
     assert read_curve(train(out="parts")) == read_curve(whole)
 
 
-def test_progress_counts_evaluations_since_the_loss_fell() -> None:
+@pytest.mark.parametrize(
+    ("losses", "accepted", "expected"),
+    [
+        # 1.999 is less than 0.1 % below 2.
+        ([3, 2, 1.999, 2.5, math.nan, 1], [None] * 6, [True, True, False, False, False, True]),
+        # The drafts decide, whatever the loss does, as long as it is a number.
+        ([3, 4, 1, 1, math.nan], [0.3, 0.4, 0.4003, 0.39, 0.5], [True, True, False, False, False]),
+    ],
+)
+def test_progress(losses: list[Any], accepted: list[Any], expected: list[bool]) -> None:
     progress = Progress()
-    better = [
-        progress.take(Evaluation(step=i, loss=loss, figures={}))
-        for i, loss in enumerate([3, 2, 1.999, 2.5, math.nan, 1])  # 1.999 is less than 0.1 % below 2
-    ]
-    assert better == [True, True, False, False, False, True]
-    assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
-
-
-def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
-    """Whatever the loss does, as long as it is a number."""
-    progress = Progress()
-    accepted = [0.3, 0.4, 0.4003, 0.39, 0.5, 0.45]
-    losses = [3.0, 4, 1, 1, math.nan, 9]
-    better = [
-        progress.take(Evaluation(step=i, loss=loss, figures={}, accepted=share))
-        for i, (loss, share) in enumerate(zip(losses, accepted, strict=True))
-    ]
-    assert better == [True, True, False, False, False, True]
+    for step, (loss, share, better) in enumerate(zip(losses, accepted, expected, strict=True)):
+        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
+        assert progress.take(evaluation) == better, step
 
 
 @pytest.fixture
