@@ -159,18 +159,12 @@ def _stamp(folder: str) -> int:
 
 
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The stored result, if it is unfinished and of the same options and heads, with its undamaged parts; or `fresh`.
-
-    Raises:
-        HeadsError: if the file is no regular file.
-    """
+    """The stored result, if it is unfinished and of the same options and heads, with its undamaged parts; or `fresh`."""
     try:
         stored = read_json_object(path, LONGEST_CALIBRATION, "it is measured again")
     except MissingFile:
         return fresh
     except HeadsError as error:
-        if not path.is_file():
-            raise
         print(error)
         return fresh
     options, parts = stored.get("options"), stored.get("parts")

@@ -65,7 +65,7 @@ class StatesCache:
         self.target, self.reads = target, reads
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
-        tokens = [hashlib.sha256(store.tokens[split]).hexdigest() for split in SPLITS]
+        tokens = [hashlib.sha256(store.tokens[split].data).hexdigest() for split in SPLITS]
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
         self._check_room(folder, store, most_bytes)

@@ -8,7 +8,7 @@ from vllm.distributed import get_tp_group
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import CALIBRATION_NAME, CONFIG_NAME, load_calibration, load_config
+from vllm_ppd.heads.io import load_calibration, load_config
 from vllm_ppd.heads.planning.gate import TRAIN, best_speedups, without_gain
 from vllm_ppd.heads.planning.machine import measured
 from vllm_ppd.heads.planning.predict import drafting_settings
@@ -49,7 +49,7 @@ def log_predicted_gain(config: DraftingConfig, vllm_config: Any, costs: Measured
 def predicted_speedups(config: DraftingConfig, engine: Engine, costs: MeasuredCosts) -> dict[int, float]:
     """The best speed-up of this server's drafts by measured batch size; empty without a calibration."""
     try:
-        folder = hub.folder_of(str(config.model), CONFIG_NAME, also=(CALIBRATION_NAME,))
+        folder = hub.whole_folder(str(config.model))
         heads, parts = load_config(folder), load_calibration(folder)
     except HeadsError as error:
         logger.info("vllm-ppd: cannot predict the gain of these heads: %s", error)

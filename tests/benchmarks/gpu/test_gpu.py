@@ -33,7 +33,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_that_another_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "kernels.json"
     monkeypatch.setattr("sys.argv", ["kernels", "--cpu", "--out", str(out)])
-    with writing_file(out), pytest.raises(SystemExit, match="is being written by process"):
+    with writing_file(out), pytest.raises(SystemExit, match="is being written by another process"):
         kernels.main()
     assert not out.exists()
 
