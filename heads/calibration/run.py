@@ -159,7 +159,7 @@ def _stamp(folder: str) -> int:
 
 
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The stored result, if it is unfinished and of the same options and heads, with its undamaged parts; or `fresh`."""
+    """The stored result, if it is unfinished and of the same options and heads, with its sound parts; or `fresh`."""
     try:
         stored = read_json_object(path, LONGEST_CALIBRATION, "it is measured again")
     except MissingFile:
