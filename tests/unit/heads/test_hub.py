@@ -122,8 +122,6 @@ def test_a_hub_that_does_not_answer_is_one_line(hub: Hub, readers: Readers, monk
     hub.broken = True
     for name in ("model alone", "inspect", "calibrate"):
         assert "cannot be read from the Hub" in str(readers.refusal(name, NAME)), name
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "outgoing traffic has been disabled" in str(readers.refusal("inspect", NAME))
 
 
 def test_the_cache_is_enough(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +136,7 @@ def test_the_cache_is_enough(hub: Hub, readers: Readers, monkeypatch: pytest.Mon
 
 def test_tokens(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = {NAME}
-    assert "make sure you are authenticated" in str(readers.refusal("inspect", NAME))
+    assert "cannot be read from the Hub: 401" in str(readers.refusal("inspect", NAME))
     assert readers.server(spec_model=NAME, hf_token=TOKEN) is not None, "vLLM's --hf-token"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-2")
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -72,7 +72,8 @@ def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: A
 
 
 @pytest.mark.parametrize("kind", heads_folders.OF_DEMO)
-def test_stored_fingerprints_hold(kind: str) -> None:
+def test_stored_fingerprints_hold(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = DEMO / "heads" / kind
     config = load_config(folder)
     assert find_target(config.verifier, folder) == str(DEMO / "model")
@@ -160,7 +161,7 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
         configs[family] = config
     heads = heads_folders.config_of("dynamo", tiny_model())
     check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[16\]"):
+    with pytest.raises(HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[\d+\]"):
         check_layers(heads, tmp_path, configs["qwen3"])
 
 
