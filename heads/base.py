@@ -38,44 +38,11 @@ RecommendedDrafts = Annotated[
 
 
 class TargetFingerprint(BaseModel):
-    """Hashes of a target's files in hexadecimal; None where the target is not available."""
+    """Hashes of a target in hexadecimal, by which another one is told from it (target.py); fields of
+    earlier versions are ignored."""
 
-    tokenizer: str | None = None  # hash of the file
-    vocabulary: str | None = None  # hash of the token-to-ID map (None: not recorded, as in older heads)
-    lm_head: str | None = None
-    lm_head_bfloat16: str | None = None  # hash of the values in bfloat16 (None: not recorded, as in older heads)
-    # Not recorded with heads, only computed for a target at hand: the hashes that lm_head would have in a copy with
-    # another dtype, and in one with rounded values.
-    same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
-    rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
-
-    # Where these hashes were computed, to compare values.
-    folder: str | None = Field(default=None, exclude=True)
-
-    def difference(self, target: TargetFingerprint) -> str | None:
-        """What differs between the vocabulary of these heads' target and another one's; None if nothing does.
-
-        Only hashes that both sides have are compared (a target that is not on this disk yet has none).
-        """
-        if self.vocabulary and target.vocabulary:
-            # Versions of transformers write the same tokenizer to different files.
-            if self.vocabulary != target.vocabulary:
-                return "the hash of its vocabulary differs"
-        elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
-            return "the hash of its tokenizer differs"
-        return None
-
-    def other_weights(self, target: TargetFingerprint) -> str | None:
-        """How the LM head of these heads' target differs from another one's, as far as hashes tell; None if equal.
-
-        Compared as by `difference`.
-        """
-        if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
-            return None
-        both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
-        if both or self.lm_head in target.rounded:
-            return "the dtype of its lm_head differs (the values are equal when rounded to the narrower dtype)"
-        return "its lm_head has other values (a fine-tune or another dtype)"
+    vocabulary: str | None = None  # of the token-to-ID map (None: not recorded)
+    lm_head: str | None = None  # of sampled rows (None: not recorded)
 
 
 class TargetLayers(BaseModel):
@@ -126,8 +93,10 @@ class HeadsConfig(BaseModel, ABC):
 
     verifier: str = Field(
         validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
-        min_length=1, max_length=4096, description="name or path of the target",
-    )  # fmt: skip
+        min_length=1,
+        max_length=4096,
+        description="name or path of the target",
+    )
     num_speculative_tokens: RecommendedDrafts
     draft_vocab_size: int | None = Field(
         None, ge=16, description="size of the default draft vocabulary: the most frequent tokens (None: all)"

@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is ever executed.
+"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is executed.
 
-The config names the target and the sizes that the heads depend on, so a mismatch is refused before a model loads.
-The server and every command of `ppd` read heads folders through this module. A name on the Hub may be given in place
-of a folder (hub.py).
-
-Tensors stay mapped from the file, and each is read once to check that it is finite: 0.02 s for 270 MB of
-bfloat16 in the page cache, on one core.
+The config names the target and the sizes that the heads depend on, so a mismatch is refused before
+a model loads. A name on the Hub may be given in place of a folder (hub.py).
 """
 
 from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pydantic import ValidationError
 from safetensors import safe_open
@@ -22,28 +19,36 @@ from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.files import check_is_folder, first_problem, named, read_json_object, write_tensors, write_text
-from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
+from vllm_ppd.heads.files import (
+    check_is_folder,
+    first_problem,
+    named,
+    read_json_object,
+    write_tensors,
+    write_text,
+)
+from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors, whole_folder
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.raw_tensors import raw_tensors
-from vllm_ppd.heads.weight_files import (
-    WEIGHTS_NAME,
-    Stored,
-    damage_in_a_line,
-    remote_tensors,
-    stored_tensors,
-    with_weights,
-)
+from vllm_ppd.heads.weight_files import WEIGHTS_NAME, Stored, damage_in_a_line, stored_tensors
 
 if TYPE_CHECKING:
     import torch
 
 Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
-CONFIG_NAME, CALIBRATION_NAME = "config.json", "calibration.json"
-LONGEST_CONFIG, LONGEST_CALIBRATION = 1 << 20, 16 << 20  # bytes
+CONFIG_NAME = "config.json"
+CALIBRATION_NAME = "calibration.json"
+LONGEST_CONFIG = 1 << 20  # bytes
+LONGEST_CALIBRATION = 16 << 20
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I32": "int32", "I64": "int64"}
+
+
+class _Place(NamedTuple):
+    """Where a tensor is stored."""
+
+    path: Path
+    name: str  # in the file
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
@@ -59,12 +64,11 @@ def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = No
     """Read and check `config.json`.
 
     Args:
-        folder: the heads folder.
+        folder: of the heads, or their name on the Hub.
         wanted: refuse heads of any other class.
 
     Raises:
-        HeadsError: if the folder or the file is missing or of another sort, is not a JSON object, is of another kind,
-            or lacks or mistypes a field.
+        HeadsError: if the folder or the file is missing, is of another kind, or lacks or mistypes a field.
     """
     folder = folder_of(folder, CONFIG_NAME)
     check_is_folder(folder)
@@ -72,10 +76,10 @@ def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = No
     data = read_json_object(path, LONGEST_CONFIG)
     kind = kind_in(data)
     kinds = [name for name, config in KINDS.items() if issubclass(config, wanted or HeadsConfig)]
-    if kind not in kinds:
+    if kind is None or kind not in kinds:
+        found = quoted(kind or data.get("speculators_model_type"))
         expected = ", ".join(map(repr, kinds))
-        kind = kind or data.get("speculators_model_type")
-        raise HeadsError(f"{named(path)} holds heads of kind {quoted(kind)}; expected kind {expected}")
+        raise HeadsError(f"{named(path)} holds heads of kind {found}; expected kind {expected}")
     try:
         return cast(Config, KINDS[kind].model_validate(data))
     except ValidationError as error:
@@ -88,9 +92,7 @@ def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
     Raises:
         HeadsError: as load_tensors.
     """
-    name = pinned(folder, CONFIG_NAME)
-    config = load_config(name)
-    _check_weights(config, with_weights(name, CONFIG_NAME, config.files_beside))
+    config, _ = load_tensors(folder)
     return config
 
 
@@ -102,18 +104,27 @@ def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConf
         files: further files to fetch if the heads have them.
 
     Returns:
-        The folder with the configuration and these files; the configuration; whether the numbers of the weights were
-        checked (for heads on the Hub whose weights are not in its cache, only names, shapes and dtypes are).
+        The folder with the configuration and these files; the configuration; whether the numbers of
+        the weights were checked. For heads on the Hub whose weights are not in its cache, only
+        names, shapes and dtypes are.
 
     Raises:
-        HeadsError: as check_folder.
+        HeadsError: as load_tensors.
     """
     name = pinned(name, CONFIG_NAME)
-    folder = folder_of(name, CONFIG_NAME, also=files)
+    folder = folder_of(name, CONFIG_NAME)
+    config = load_config(folder)
+    for file in (*files, *config.files_beside):
+        with suppress(HeadsError):
+            folder_of(name, file)
     if hub_name(name) is None or cached(name, WEIGHTS_NAME) is not None:
         return folder, check_folder(folder), True
-    config = load_config(folder)
-    _check_header(config, remote_tensors(name, folder, config.files_beside), Path(folder) / WEIGHTS_NAME)
+    beside = [file for file in config.files_beside if Path(folder, file).exists()]
+    stored = {
+        tensor: Stored(Path(folder, file), shape, dtype)
+        for tensor, (file, shape, dtype) in remote_tensors(name, beside).items()
+    }
+    _check_header(config, stored, Path(folder, WEIGHTS_NAME))
     return folder, config, False
 
 
@@ -123,15 +134,25 @@ def load_tensors(
     """Load a heads folder and check it: its configuration, and the tensors that this names, mapped from the file.
 
     Raises:
-        HeadsError: as load_config; if weights are missing, truncated, a pickle or not regular; if a tensor is missing,
-            has another shape or dtype, or holds non-finite numbers or impossible counts.
+        HeadsError: as load_config; if weights are missing or damaged; if a tensor is missing, has
+            another shape or dtype, or holds non-finite numbers or impossible counts.
     """
-    name = pinned(folder, CONFIG_NAME)
-    config = load_config(name, wanted)
+    folder = whole_folder(folder)
+    config = load_config(folder, wanted)
+    whole = Path(folder, WEIGHTS_NAME)
+    stored = stored_tensors(folder, config.files_beside)
     tensors: dict[str, torch.Tensor] = {}
-    for path, names in _check_weights(config, with_weights(name, CONFIG_NAME, config.files_beside)).items():
-        with safe_open(path, framework="pt") as file:
-            tensors |= {tensor: file.get_tensor(stored) for stored, tensor in names.items()}
+    for name, place in _check_header(config, stored, whole).items():
+        with damage_in_a_line(place.path), safe_open(place.path, framework="pt") as file:
+            tensor = file.get_tensor(place.name)
+        if not config.is_count(name) and not tensor.isfinite().all():
+            problem = f"tensor {quoted(place.name)} has numbers that are not finite"
+            raise HeadsError(f"{named(place.path)}: {problem}; train or copy the heads again")
+        tensors[name] = tensor
+    try:
+        _check_counts(config, tensors)
+    except ValueError as error:
+        raise HeadsError(f"{named(whole)}: {error}; write the heads again") from None
     return config, tensors
 
 
@@ -196,7 +217,8 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         MissingFile, HeadsError: as load_calibration.
     """
-    path, again = Path(folder) / CALIBRATION_NAME, f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
+    path = Path(folder) / CALIBRATION_NAME
+    again = f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
     unfinished = f"heads in {quoted(os.fspath(folder))} have no finished calibration; {again}"
     try:
         result = read_json_object(path, LONGEST_CALIBRATION, f"{again} again")
@@ -207,47 +229,48 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return result
 
 
-def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[Path, dict[str, str]]:
-    """Check every number of the tensors that the configuration names (load_tensors); returns their names by file."""
-    whole = Path(folder) / WEIGHTS_NAME
-    places = _check_header(config, stored_tensors(folder, config.files_beside), whole)
-    counts = {}
-    for path, names in places.items():
-        with damage_in_a_line(path):
-            tensors = raw_tensors(path, names)
-        for stored, tensor in tensors.items():
-            if config.is_count(names[stored]):
-                counts[names[stored]] = tensor.bits
-            elif not tensor.is_finite:
-                problem = f"tensor {quoted(stored)} has numbers that are not finite"
-                raise HeadsError(f"{named(path)}: {problem}; train or copy the heads again")
-    try:
-        for name, numbers in counts.items():
-            if numbers.size and int(numbers.min()) < 0:
-                raise ValueError(f"counts in tensor {quoted(name)} are negative")
-        config.check_counts(counts)
-    except ValueError as error:
-        raise HeadsError(f"{named(whole)}: {error}; write the heads again") from None
-    return places
+def _check_header(config: HeadsConfig, stored: dict[str, Stored], whole: Path) -> dict[str, _Place]:
+    """Check the names, shapes and dtypes in the files' headers against the configuration.
 
+    Args:
+        config: of the heads.
+        stored: the tensors by their names in the files.
+        whole: the file to name if a tensor is missing.
 
-def _check_header(config: HeadsConfig, tensors: dict[str, Stored], whole: Path) -> dict[Path, dict[str, str]]:
-    """Check the names, shapes and dtypes in the files' headers against the configuration; returns as _check_weights.
+    Returns:
+        Where each tensor of the configuration is.
 
-    `whole` is the file to name if a tensor is missing.
+    Raises:
+        HeadsError: on the first tensor that is missing, or has another shape or dtype.
     """
-    places: dict[Path, dict[str, str]] = {}
+    places = {}
     for name, expected in config.shapes().items():
-        stored = next((stored for stored in config.stored_names(name) if stored in tensors), None)
-        if stored is None:
+        found = [other for other in config.stored_names(name) if other in stored]
+        if not found:
             raise HeadsError(f"{named(whole)} has no tensor {quoted(name)}; write the heads again")
-        path, shape, dtype = tensors[stored]
+        path, shape, dtype = stored[found[0]]
+        what = f"{named(path)}: tensor {quoted(found[0])}"
         if list(shape) != expected:
-            raise HeadsError(f"{named(path)}: tensor {quoted(stored)} has shape {list(shape)}, expected {expected}")
+            raise HeadsError(f"{what} has shape {list(shape)}, expected {expected}")
         wanted = ("int32", "int64") if config.is_count(name) else config.dtypes
         dtype = DTYPES.get(dtype, dtype.lower())
         if dtype not in wanted:
-            problem = f"tensor {quoted(stored)} is of {dtype}, expected {' or '.join(wanted)}"
-            raise HeadsError(f"{named(path)}: {problem}; write the heads again")
-        places.setdefault(path, {})[stored] = name
+            raise HeadsError(f"{what} is of {dtype}, expected {' or '.join(wanted)}")
+        places[name] = _Place(path, found[0])
     return places
+
+
+def _check_counts(config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Check counts and n-grams.
+
+    Raises:
+        ValueError: if no corpus can have them.
+    """
+    counts = {}
+    for name, tensor in tensors.items():
+        if not config.is_count(name):
+            continue
+        if tensor.numel() and int(tensor.min()) < 0:
+            raise ValueError(f"counts in tensor {quoted(name)} are negative")
+        counts[name] = tensor.numpy()
+    config.check_counts(counts)

@@ -23,12 +23,12 @@ class Hub:
 
     def __init__(self) -> None:
         self.revisions: dict[str, dict[str, Path]] = {}  # repository -> branch or tag -> folder
-        self.gated: set[str] = set()
         self.private: set[str] = set()
         self.broken = False  # answers 503
-        self.requests: list[tuple[str, str, str]] = []  # method, repository, file
+        self.requests: list[tuple[str, str]] = []  # repository, file
         self.sent: dict[str, int] = {}  # bytes of bodies by file
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> None:
@@ -43,10 +43,15 @@ class Hub:
         return None
 
     def folder(self, repo: str, commit: str) -> Path:
-        return next(folder for name, folder in self.revisions[repo].items() if self.commit(repo, name) == commit)
+        for name, folder in self.revisions[repo].items():
+            if self.commit(repo, name) == commit:
+                return folder
+        raise KeyError(commit)
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """/ORG/NAME/resolve/REVISION/FILE, and /api/models/ORG/NAME/{revision,tree}/REVISION."""
+
     hub: Hub
     protocol_version = "HTTP/1.1"
 
@@ -54,69 +59,66 @@ class _Handler(BaseHTTPRequestHandler):
         return
 
     def do_HEAD(self) -> None:
-        self.answer(False)
+        self.answer()
 
     def do_GET(self) -> None:
-        self.answer(True)
+        self.answer()
 
-    def answer(self, body: bool) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/").split("/")
-        api = path[:2] == ["api", "models"]
-        if api:
-            path = path[2:]
-        repo, rest = "/".join(path[:2]), path[2:]
-        # /ORG/NAME/resolve/REVISION/FILE, or /api/models/ORG/NAME[/revision/REVISION | /tree/REVISION[/...]]
-        verb, revision, file = (*rest, "", "", "")[:1][0], (rest[1:2] or ["main"])[0], "/".join(rest[2:])
-        self.hub.requests.append((self.command, repo, file if not api else f"api:{verb}"))
-        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/").removeprefix("api/models/")
+        organisation, name, *rest = path.split("/")
+        repo = f"{organisation}/{name}"
+        verb = rest[0] if rest else ""
+        revision = rest[1] if len(rest) > 1 else "main"
+        file = "/".join(rest[2:])
+        self.hub.requests.append((repo, file))
+        is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if self.hub.broken:
             return self.refuse(503, "")
-        if repo not in self.hub.revisions or (repo in self.hub.private and not allowed):
+        if repo not in self.hub.revisions or (repo in self.hub.private and not is_allowed):
             return self.refuse(401, "RepoNotFound")
-        if repo in self.hub.gated and not allowed and not api:
-            return self.refuse(403, "GatedRepo")
         commit = self.hub.commit(repo, revision)
         if commit is None:
             return self.refuse(404, "RevisionNotFound")
-        if api:
-            return self.api(verb, repo, commit)
-        path_of = self.hub.folder(repo, commit) / file
-        if not path_of.is_file():
-            return self.refuse(404, "EntryNotFound", commit)
-        self.send_file(path_of, commit, body)
-
-    def api(self, verb: str, repo: str, commit: str) -> None:
         folder = self.hub.folder(repo, commit)
-        files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        if verb == "resolve":
+            if not (folder / file).is_file():
+                return self.refuse(404, "EntryNotFound", commit)
+            return self.send_file(folder / file, commit)
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        answer: Any = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in sizes]}
         if verb == "tree":
-            answer: Any = [{"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": "0" * 40}
-                          for name in files]  # fmt: skip
-        else:
-            answer = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-        self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+            answer = [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes.items()]
+        return self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
-    def send_file(self, path: Path, commit: str, body: bool) -> None:
+    def send_file(self, path: Path, commit: str) -> None:
         data = path.read_bytes()
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        status, wanted = 200, self.headers.get("Range", "")
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": commit,
+            "Accept-Ranges": "bytes",
+        }
+        status = 200
+        wanted = self.headers.get("Range", "")
         if wanted.startswith("bytes="):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            data, status = data[start:stop], 206
-        if not body:
+            data = data[start:stop]
+            status = 206
+        if self.command == "HEAD":
             return self.send(status, headers | {"Content-Length": str(len(data))}, b"")
         self.hub.sent[path.name] = self.hub.sent.get(path.name, 0) + len(data)
-        self.send(status, headers, data)
+        return self.send(status, headers, data)
 
-    def refuse(self, status: int, code: str, commit: str | None = None) -> None:
-        headers = {"X-Error-Code": code} if code else {}
-        self.send(status, headers | ({"X-Repo-Commit": commit} if commit else {}), b"")
+    def refuse(self, status: int, code: str, commit: str = "") -> None:
+        self.send(status, {"X-Error-Code": code, "X-Repo-Commit": commit}, b"")
 
     def send(self, status: int, headers: dict[str, str], data: bytes) -> None:
         self.send_response(status)
         for name, value in ({"Content-Length": str(len(data))} | headers).items():
-            self.send_header(name, value)
+            if value:
+                self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

@@ -5,12 +5,11 @@ import contextlib
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from damages import put
 from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.engine import arg_utils
@@ -92,6 +91,17 @@ def method_of(folder: str) -> str:
     """The method of a folder that is called after its kind."""
     kind = re.search(r"/(early|cp|dynamo|recurrent)\d*", folder)
     return kind.group(1) if kind else "cp"
+
+
+def put(value: Any, path: Sequence[Any], new: Any) -> None:
+    """Set the value at a path of nested dicts and lists; an Ellipsis deletes it."""
+    *parents, last = path
+    for key in parents:
+        value = value[key]
+    if new is ...:
+        del value[last]
+    else:
+        value[last] = new
 
 
 def edited(*path: Any, value: Any) -> Damage:

@@ -1,35 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unfinished training runs: their locks, the options with which they may continue, and checkpoints.
 
-A checkpoint is a folder of Accelerator.save_state with facts and digests of its files; a new one is written beside
-the last and then replaces it.
+accelerate writes a checkpoint; the file of its facts comes last and marks it as complete.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_model, save_model
+from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError, refuse_other_options
-from vllm_ppd.heads.files import FileDigest, digest_of, first_damaged, first_problem, write_text
+from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.quote import place, shortened
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
 
 WORK = ".training"  # in the heads folder of an unfinished run
-STATE, BEST = "state", "best"  # a run's newest weights, and those of its best evaluation
 FACTS = "facts.json"
+BEST = "best.safetensors"  # the weights of the best evaluation
 # A run may continue with these options changed.
 FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 
@@ -37,22 +38,11 @@ FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 class RunFacts(BaseModel):
     """The progress of a run."""
 
-    model_config = ConfigDict(extra="forbid")
-
     options: dict[str, Any]
-    step: int = Field(ge=0)
-    seconds: float
-    before: dict[str, Any]  # the evaluation before the first step
-    smoothed: float  # moving average of the loss
-    best: float
-    tokens: str  # digest of the token files
+    step: int = 0
+    seconds: float = 0.0
+    before: dict[str, Any] = {}  # figures of the evaluation before the first step
     held_out: Progress = Progress()
-    files: dict[str, FileDigest] = {}
-
-
-def essence(options: TrainingOptions, processes: Processes) -> dict[str, Any]:
-    """The options that must be the same for a stopped run to continue."""
-    return options.essence() | {"processes": processes.num_processes}
 
 
 @contextmanager
@@ -63,110 +53,110 @@ def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[P
 
     Raises:
         InUse: if another run writes the heads folder.
-        TrainingError: if the folder holds finished heads, a damaged checkpoint, or a run with other options.
+        TrainingError: if the folder holds finished heads, or a run with other options.
         Stopped: in place of a KeyboardInterrupt, with the step that the run has reached.
     """
     out = Path(options.out)
     work = out / WORK
     with writing_folder(out) if processes.is_main_process else nullcontext():
-        _check(out, intact_facts(work / STATE), essence(options, processes))
+        facts = read_facts(work)
+        if facts is None and (out / CONFIG_NAME).exists():
+            raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
+        if facts is not None:
+            ours = options.essence() | {"processes": processes.num_processes}
+            refuse_other_options(
+                f"--out {str(out)!r} holds an unfinished run",
+                _fixed(facts.options),
+                _fixed(ours),
+                "another folder",
+            )
         try:
             yield work
         except Stopped:
             raise
         except KeyboardInterrupt:
-            facts = read_facts(work / STATE)
+            facts = read_facts(work)
             raise Stopped(0 if facts is None else facts.step, options.steps) from None
 
 
-def _check(out: Path, facts: RunFacts | None, ours: dict[str, Any]) -> None:
-    """Refuse a folder that holds finished heads or a run with other options."""
-    if facts is None:
-        if (out / CONFIG_NAME).exists():
-            raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
-        return
-    theirs, ours = ({name: run[name] for name in run.keys() - FREE_TO_CHANGE} for run in (facts.options, ours))
-    refuse_other_options(f"--out {str(out)!r} holds an unfinished run", theirs, ours, "another folder")
+def _fixed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in FREE_TO_CHANGE}
 
 
-def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
-    """Write the prepared state of `processes` and the facts in place of the last checkpoint; all processes call it."""
-    written, old = folder.with_name(f"{folder.name}.part"), folder.with_name(f"{folder.name}.old")
-    if processes.is_main_process:
-        shutil.rmtree(written, ignore_errors=True)
-    processes.wait_for_everyone()
-    try:
-        processes.save_state(str(written))
-    except (SafetensorError, RuntimeError) as error:  # from safetensors and torch.save, also if a disk is full
-        shutil.rmtree(written, ignore_errors=True)
-        raise OSError(f"{place(folder)} cannot be written ({shortened(str(error))})") from error
-    processes.wait_for_everyone()
-    if processes.is_main_process:
-        files = {path.name: digest_of(path) for path in sorted(written.iterdir())}
-        write_text(written / FACTS, json.dumps(facts.model_copy(update={"files": files}).model_dump()))
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.rename(old)
-        written.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    processes.wait_for_everyone()
+def latest(work: Path) -> Path | None:
+    """The newest complete checkpoint; None if there is none."""
+    folders = [path.parent for path in work.glob(f"checkpoints/checkpoint_*/{FACTS}")]
+    return max(folders, key=lambda folder: int(folder.name.partition("_")[2]), default=None)
 
 
-def load(folder: Path, step: int, processes: Processes) -> None:
-    """Restore the prepared state of `processes`.
-
-    Raises:
-        TrainingError: if the checkpoint is missing, damaged, of another step or of other heads.
-    """
-    facts = intact_facts(folder)
-    if facts is None or facts.step != step:
-        raise _damaged(folder, f"it is not from step {step}")
-    try:
-        processes.load_state(str(_present(folder)))
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise TrainingError(
-            f"{place(folder)} does not match these heads ({shortened(str(error), 80)}); delete the folder {WORK} there "
-            "to start again"
-        ) from None
-
-
-def read_facts(folder: Path) -> RunFacts | None:
-    """The facts of a checkpoint; None if there is none.
-
-    Raises:
-        TrainingError: if the file is damaged.
-    """
-    path = _present(folder) / FACTS
-    if not path.parent.exists():
+def read_facts(work: Path) -> RunFacts | None:
+    """The facts of the newest checkpoint; None if there is none."""
+    folder = latest(work)
+    if folder is None:
         return None
     try:
-        return RunFacts.model_validate(json.loads(path.read_bytes()))
-    except ValidationError as error:
-        raise _damaged(path, first_problem(error)) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path, str(error)) from None
+        return RunFacts.model_validate_json((folder / FACTS).read_bytes())
+    except ValidationError:
+        raise _unusable(folder) from None
 
 
-def intact_facts(folder: Path) -> RunFacts | None:
-    """The same as read_facts, after a check that the checkpoint's files are undamaged.
+def remove_incomplete(work: Path) -> None:
+    """Remove checkpoints that a kill left half written."""
+    for folder in work.glob("checkpoints/*"):
+        if not (folder / FACTS).exists():
+            shutil.rmtree(folder)
+
+
+def save(facts: RunFacts, processes: Processes) -> None:
+    """Write a checkpoint of the prepared state and the facts; all processes call it.
 
     Raises:
-        TrainingError: if one of them is damaged.
+        OSError: if it cannot be written, for example on a full disk.
     """
-    facts = read_facts(folder)
-    damaged = None if facts is None else first_damaged(_present(folder), facts.files)
-    if damaged is not None:
-        raise _damaged(damaged, "its checksum differs")
-    return facts
+    processes.project_configuration.iteration = facts.step  # names the folder
+    try:
+        folder = processes.save_state()
+    except (SafetensorError, RuntimeError) as error:
+        raise OSError(f"a checkpoint cannot be written: {error}") from error
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        write_text(Path(folder) / FACTS, facts.model_dump_json())
+    processes.wait_for_everyone()
 
 
-def _present(folder: Path) -> Path:
-    """A checkpoint's folder, or the previous one if a kill came between two renames."""
-    old = folder.with_name(f"{folder.name}.old")
-    return old if old.exists() and not folder.exists() else folder
+def load(work: Path, processes: Processes) -> None:
+    """Restore the prepared state from the newest checkpoint.
+
+    Raises:
+        TrainingError: if it is damaged, or of other heads.
+    """
+    folder = latest(work)
+    assert folder is not None
+    damage = RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError
+    try:
+        processes.load_state(str(folder))
+    except damage:
+        raise _unusable(folder) from None
 
 
-def _damaged(path: Path, reason: str) -> TrainingError:
-    return TrainingError(
-        f"{place(path)} is damaged ({shortened(reason, 80)}); delete the folder {WORK} there to start again"
-    )
+def _unusable(folder: Path) -> TrainingError:
+    return TrainingError(f"{place(folder)} is damaged or of other heads; delete the folder {WORK} to start again")
+
+
+def save_best(work: Path, module: nn.Module, step: int) -> None:
+    """Keep the weights of the best evaluation so far."""
+    with replaced(work / BEST) as new:
+        save_model(module, str(new), metadata={"step": str(step)})
+
+
+def best_step(work: Path) -> int | None:
+    """The step of the kept weights; None if there are none."""
+    if not (work / BEST).exists():
+        return None
+    with safe_open(work / BEST, framework="pt") as file:
+        return int(file.metadata()["step"])
+
+
+def load_best(work: Path, module: nn.Module) -> None:
+    """Restore the kept weights."""
+    load_model(module, work / BEST)

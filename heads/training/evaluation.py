@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.training.options import TrainingOptions
@@ -23,15 +23,13 @@ LEAST = 1e-3  # least relative improvement of the decisive figure that counts
 class Evaluation(BaseModel):
     """Held-out loss and readable figures after some steps."""
 
-    model_config = ConfigDict(extra="forbid")
-
     step: int
     loss: float | None  # None if nothing held out counts
     figures: dict[str, Any]
-    accepted: float | None = None  # greedy drafts per step, teacher-forced; None if drafts are not counted
+    accepted: float | None = None  # greedy drafts per step, teacher-forced; None if not counted
 
     def is_better_than(self, other: Evaluation | None) -> bool:
-        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite or unknown."""
+        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite."""
         if self.loss is None or not math.isfinite(self.loss):
             return False
         if other is None or other.loss is None:
@@ -44,17 +42,17 @@ class Evaluation(BaseModel):
 class Progress(BaseModel):
     """The state of a run's evaluations that decides when it stops."""
 
-    model_config = ConfigDict(extra="forbid")
-
     best: Evaluation | None = None
     last: Evaluation | None = None
     stale: int = 0  # evaluations since the best one
 
     def take(self, evaluation: Evaluation) -> bool:
         """Record an evaluation; returns whether it is better than the best before it."""
-        self.last, better = evaluation, evaluation.is_better_than(self.best)
+        better = evaluation.is_better_than(self.best)
+        self.last = evaluation
         if better:
-            self.best, self.stale = evaluation, 0
+            self.best = evaluation
+            self.stale = 0
         elif evaluation.loss is not None:
             self.stale += 1
         return better
@@ -62,12 +60,18 @@ class Progress(BaseModel):
 
 def evaluated_windows(store: TokenStore, options: TrainingOptions) -> int:
     """How many held-out windows an evaluation reads."""
-    return max(1, min(store.num_windows("held_out"), options.evaluation_tokens // store.length))
+    wanted = options.evaluation_tokens // store.length
+    return max(1, min(store.num_windows("held_out"), wanted))
 
 
 @torch.no_grad()
 def evaluate(
-    recipe: Recipe, store: TokenStore, options: TrainingOptions, processes: Processes, step: int, when: str
+    recipe: Recipe,
+    store: TokenStore,
+    options: TrainingOptions,
+    processes: Processes,
+    step: int,
+    when: str,
 ) -> Evaluation:
     """Loss and figures on held-out windows, the same ones every time."""
     recipe.eval()
@@ -76,32 +80,40 @@ def evaluate(
     sums: dict[str, float] = {}
     total = 0.0
     progress = Bar(
-        total=windows * store.length, unit=" tokens", unit_scale=True, mininterval=1, leave=False,
-        desc=f"evaluating ({when})", disable=not processes.is_main_process,
-    )  # fmt: skip
+        total=windows * store.length,
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=1,
+        leave=False,
+        desc=f"evaluating ({when})",
+        disable=not processes.is_main_process,
+    )
     with progress:
         for start in range(0, windows, size):
-            batch = store.batch("held_out", range(start, min(start + size, windows))).to(processes.device)
+            batch = store.batch("held_out", range(start, min(start + size, windows)))
             with processes.arithmetic(options.precision):
-                loss, counts = recipe.loss(batch)
+                loss, counts = recipe.loss(batch.to(processes.device))
             total += float(loss) * len(batch.input_ids) / windows
             for name, value in counts.items():
-                for index, item in enumerate(value.reshape(-1).tolist()):
-                    key = name if value.dim() == 0 else f"{name}.{index}"
+                if value.dim() == 0:
+                    sums[name] = sums.get(name, 0.0) + value.item()
+                    continue
+                for index, item in enumerate(value.flatten().tolist()):
+                    key = f"{name}.{index}"
                     sums[key] = sums.get(key, 0.0) + item
             progress.update(batch.num_tokens)
     if not sums:
         return Evaluation(step=step, loss=None, figures={})
     figures = recipe.summary(sums)
-    if "nan" in str(figures).lower():
-        total = math.nan
-    by_position = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
+    shares = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
     # The mean over all processes, which must agree on when to stop.
-    totals = torch.tensor([total, sum(by_position)], dtype=torch.float64, device=processes.device)
+    totals = torch.tensor([total, sum(shares)], dtype=torch.float64, device=processes.device)
     loss, accepted = (processes.reduce(totals, "sum") / processes.num_processes).tolist()
-    if not by_position:
+    if not shares:
         return Evaluation(step=step, loss=loss, figures=figures)
-    figures |= {"accepted_a_step": round(accepted, 4), "accepted_by_position": [round(x, 4) for x in by_position]}
-    # A target that is trained, too, is another one in each evaluation: drafts of its guesses at first are the easiest.
+    figures["accepted_a_step"] = round(accepted, 4)
+    figures["accepted_by_position"] = [round(share, 4) for share in shares]
+    # A target that is trained, too, is another one in each evaluation: drafts of its guesses at
+    # first are the easiest.
     decisive = None if recipe.target.trainable else accepted
     return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)

@@ -24,9 +24,8 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__(
-            [{"muon": True, **group} for group in groups], betas=betas, weight_decay=weight_decay, fused=True
-        )
+        groups = [{"muon": True, **group} for group in groups]
+        super().__init__(groups, betas=betas, weight_decay=weight_decay, fused=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -62,9 +61,12 @@ class Muon(torch.optim.AdamW):
                 parameter.grad = gradient
                 matrices.append((parameter, buffer))
         muon = torch.optim.Muon(
-            [parameter for parameter, _ in matrices], lr=group["lr"], momentum=momentum,
-            weight_decay=group["weight_decay"], adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
+            [parameter for parameter, _ in matrices],
+            lr=group["lr"],
+            momentum=momentum,
+            weight_decay=group["weight_decay"],
+            adjust_lr_fn="match_rms_adamw",
+        )
         for parameter, buffer in matrices:
             muon.state[parameter]["momentum_buffer"] = buffer
         muon.step()

@@ -64,12 +64,12 @@ class TrainingOptions(BaseModel):
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts per step that the heads recommend")
     seed: int = Field(0, description="seed of the initial heads and of the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one")
-    ray_workers: int = Field(0, ge=0, description="processes of a Ray cluster in which to train (Ray Train); 0: no Ray")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
     license: str = Field(
-        "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
+        "other",
+        pattern=r"^[a-z0-9.-]+$",
         description="licence of the heads for their model card, as the Hub names it, such as apache-2.0",
-    )  # fmt: skip
+    )
 
     @field_validator("betas")
     @classmethod
@@ -80,11 +80,11 @@ class TrainingOptions(BaseModel):
 
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
-        free = {"out", "save_every", "device", "ray_workers", "evaluation_tokens", "license"}
-        free |= {"states_cache", "states_cache_gb"}
+        free = {"out", "save_every", "device", "evaluation_tokens", "license", "states_cache_gb"}
+        options = self.model_dump(mode="json", exclude=free)
         # Without a cache, the windows of later epochs start elsewhere.
-        cached = {"states_cache": self.states_cache is not None}
-        return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached
+        options["states_cache"] = self.states_cache is not None
+        return {"kind": self.kind, **options}
 
 
 class FullOptions(TrainingOptions):
@@ -95,7 +95,10 @@ class FullOptions(TrainingOptions):
     )
     base_learning_rate: float = Field(1e-5, ge=0, description="peak learning rate of the base model (full recipe)")
     distillation: float = Field(
-        1.0, ge=0, le=1, description="weight of distillation, the cross-entropy to the target's top-k probabilities; "
+        1.0,
+        ge=0,
+        le=1,
+        description="weight of distillation, the cross-entropy to the target's top-k probabilities; "
         "the rest is the negative log-likelihood of the data",
-    )  # fmt: skip
+    )
     distillation_top_k: int = Field(16, ge=1, le=256, description="number of likeliest tokens to distil")

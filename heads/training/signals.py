@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and termination signals end a run after its current step, or at once if there is nothing to save."""
+"""Ctrl-C and SIGTERM end a run after its current step, or at once if there is nothing to save."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """The user interrupted the run. It continues from the last checkpoint, if there is one."""
+    """The user interrupted the run, which continues from its last checkpoint.
+
+    Args:
+        step: that the run continues from.
+        steps: how many it has (None: not known yet).
+    """
 
     def __init__(self, step: int, steps: int | None = None) -> None:
-        """Args: the step that the run continues from, and how many it has (None: not known yet)."""
         of = "" if steps is None else f" of {steps}"
         super().__init__(f"stopped at step {step}{of}; the same command continues it")
 
@@ -22,14 +26,13 @@ class Stopped(KeyboardInterrupt):
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that files and processes are closed."""
-
     with _handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C or a termination signal arrives; a second signal interrupts at once."""
+    """A list that is empty until Ctrl-C or SIGTERM arrives; a second signal interrupts at once."""
     caught: list[int] = []
 
     def note(number: int, _: Any) -> None:
@@ -43,9 +46,10 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Send signals to a handler, in the main thread only: in others, as in Ray's workers, nothing changes."""
-    is_main = threading.current_thread() is threading.main_thread()
-    previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
+    if threading.current_thread() is not threading.main_thread():  # Python has no handlers there
+        yield
+        return
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:

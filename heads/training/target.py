@@ -182,7 +182,8 @@ class Target:
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
             sampled = values[:: max(1, len(values) // SAMPLED_VALUES)].float().cpu()
-            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + sampled.numpy().tobytes())
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(sampled.numpy().tobytes())
         return digest.hexdigest()
 
     def description(self) -> dict[str, Any]:
@@ -217,9 +218,12 @@ def packed_masks(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) ->
 
     shaped = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)
     settings: dict[str, Any] = {
-        "config": config, "inputs_embeds": shaped, "attention_mask": None, "past_key_values": None,
+        "config": config,
+        "inputs_embeds": shaped,
+        "attention_mask": None,
+        "past_key_values": None,
         "position_ids": position_ids,
-    }  # fmt: skip
+    }
     return {
         "full_attention": create_causal_mask(**settings),
         "sliding_attention": create_sliding_window_causal_mask(**settings),

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,24 +14,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_ppd.heads.data.documents import NO_RESPONSE, Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.data.records import Document
 from vllm_ppd.heads.data.special_tokens import control_tokens
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import FileDigest, digest_of, digest_of_value, first_damaged, write_text
+from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.progress import Bar
-from vllm_ppd.heads.quote import place
 
 SPLITS = ("train", "held_out")
-FILES = tuple(f"{split}.tokens" for split in SPLITS)
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; document's first
-NAME = "tokens.json"  # describes the data of the token files next to it, with their hashes
+NAME = "tokens.json"  # describes the data of the token files next to it
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
 LOOKED_AT = 16  # windows at once
-FORMAT = 5  # of token files: incremented when the same data is stored differently
+FORMAT = 6  # of token files: incremented when the same data is stored differently
 
 
 @dataclass
@@ -53,19 +50,21 @@ class Batch:
         """The n tokens that follow each token.
 
         Returns:
-            (tokens [windows * length, n]; whether all n are in the token's document and window and count in the loss
-            [windows * length]).
+            (tokens [windows * length, n]; whether all n are in the token's document and window and
+            count in the loss [windows * length]).
         """
         windows, length = self.input_ids.shape
         device = self.input_ids.device
-        offsets = torch.arange(length, device=device)[:, None] + torch.arange(1, n + 1, device=device)
-        inside = offsets[:, -1] < length
-        tokens = self.input_ids[:, offsets.clamp(max=length - 1)]
-        last = self.position_ids[:, offsets[:, -1].clamp(max=length - 1)]
-        same = inside & (last == self.position_ids + n)
+        steps = torch.arange(1, n + 1, device=device)
+        following = torch.arange(length, device=device)[:, None] + steps  # [length, n]
+        is_inside = following[:, -1] < length
+        following = following.clamp(max=length - 1)
+        # Positions restart at every document.
+        is_same_document = self.position_ids[:, following[:, -1]] == self.position_ids + n
+        valid = is_inside & is_same_document
         if self.counted is not None:
-            same &= self.counted[:, offsets.clamp(max=length - 1)].all(dim=-1)
-        return tokens.reshape(windows * length, n), same.reshape(-1)
+            valid &= self.counted[:, following].all(dim=-1)
+        return self.input_ids[:, following].reshape(windows * length, n), valid.reshape(-1)
 
     def to(self, device: torch.device) -> Batch:
         counted = None if self.counted is None else self.counted.to(device)
@@ -80,69 +79,68 @@ class Batch:
 
 
 class Manifest(BaseModel):
-    """The manifest of a store, written when all token files are complete."""
+    """What a store holds; it is written last, so that it marks the token files as complete."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    key: str  # hash of the data, the split and the tokenizer
-    files: dict[str, FileDigest]
+    key: str  # hash of the names and times of the data files, the split and the tokenizer
     documents: int
     skipped: dict[str, int]  # records by reason
-
-    @property
-    def digest(self) -> str:
-        """A hash of all tokens, which must be the same for a run to continue."""
-        lines = "".join(f"{name} {file.sha256}\n" for name, file in sorted(self.files.items()))
-        return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class TokenStore:
     """The tokens of all documents in two memory-mapped files, training and held out, made once per folder.
 
     Args:
-        folder: of the files, which are made if they are missing, damaged or belong to other data.
+        folder: of the files, which are made if they are missing or belong to other data.
         data: files and folders of documents.
         tokenizer: the target's.
         vocab_size: ids must be below it.
-        held_out: share of the prompts, and of the texts without one, that is never trained on, chosen by their hash.
+        held_out: share of the prompts, and of the texts without one, that is never trained on,
+            chosen by their hash.
         length: tokens per window.
         train_on_prompts: count the tokens of prompts in the loss, too.
 
     Raises:
-        TrainingError: if the data cannot be read, is empty or too short, or the tokenizer does not fit the model.
+        TrainingError: if the data cannot be read, is empty or too short, or the tokenizer does not
+            fit the model.
     """
 
     def __init__(
-        self, folder: Path, data: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float, length: int,
+        self,
+        folder: Path,
+        data: Sequence[str | Path],
+        tokenizer: Any,
+        vocab_size: int,
+        held_out: float,
+        length: int,
         train_on_prompts: bool = False,
-    ) -> None:  # fmt: skip
-        self.folder, self.length = folder, length
+    ) -> None:
+        self.length = length
         documents = Documents(data, lambda: tokenizer, by_answer=not train_on_prompts)
         key = _key(documents, tokenizer, vocab_size, held_out, train_on_prompts)
-        manifest = _intact_manifest(folder, key)
+        manifest = _manifest(folder, key)
         if manifest is None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / NAME).unlink(missing_ok=True)
-            self._write(documents, tokenizer, vocab_size, held_out, train_on_prompts)
-            digests = {name: digest_of(folder / name) for name in FILES}
-            manifest = Manifest(key=key, files=digests, documents=documents.count, skipped=dict(documents.skipped))
+            _write_tokens(folder, documents, tokenizer, vocab_size, held_out, train_on_prompts)
+            _balance(folder, documents, length)
+            manifest = Manifest(key=key, documents=documents.count, skipped=documents.skipped)
             write_text(folder / NAME, manifest.model_dump_json())
-        self.manifest: Manifest = manifest
+        self.manifest = manifest
         self.tokens: dict[str, np.ndarray] = {}  # of each split, [tokens] TOKEN
         self.starts: dict[str, np.ndarray] = {}  # of each split, [documents] index of the first token
-        for split, file in zip(SPLITS, FILES, strict=True):
-            path, words = folder / file, split.replace("_", "-")
-            tokens = np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
+        for split in SPLITS:
+            tokens = _mapped(folder / f"{split}.tokens")
             if len(tokens) < length + 1:
                 raise TrainingError(
-                    f"the data holds {len(tokens)} {words} tokens, but a window needs {length}; "
-                    "give more data, or a smaller --sequence-length"
+                    f"the data holds {len(tokens)} {split.replace('_', '-')} tokens, but a window needs "
+                    f"{length}; give more data, or a smaller --sequence-length"
                 )
-            if split == "train" and not tokens["counted"].any():
-                raise TrainingError(
-                    "no token to train on belongs to a response; give data with responses, or --train-on-prompts"
-                )
-            self.tokens[split], self.starts[split] = tokens, np.flatnonzero(tokens["begins"])
+            self.tokens[split] = tokens
+            self.starts[split] = np.flatnonzero(tokens["begins"])
+        if not self.tokens["train"]["counted"].any():
+            raise TrainingError(
+                "no token to train on belongs to a response; give data with responses, or --train-on-prompts"
+            )
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
@@ -200,54 +198,6 @@ class TokenStore:
             edges = np.flatnonzero(np.diff(rows["counted"], prepend=False, append=False))
             yield [rows["id"][first:last] for first, last in edges.reshape(-1, 2)]
 
-    def _write(
-        self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool
-    ) -> None:
-        end, control = tokenizer.eos_token_id, control_tokens(tokenizer)
-        train, held = (self.folder / name for name in FILES)
-        with train.open("wb") as train_file, held.open("wb") as held_file:
-            file = train_file
-            progress = Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
-            for document in progress:
-                ids = document.ids or []
-                if _needs_end(document, end, control):
-                    ids = [*ids, end]
-                check_vocabulary(ids, vocab_size)
-                tokens = np.zeros(len(ids), TOKEN)
-                tokens["id"], tokens["counted"], tokens["begins"][:1] = ids, True, True
-                if not train_on_prompts and document.mask is not None:
-                    tokens["counted"][: len(document.mask)] = document.mask
-                if not document.continues:
-                    file = held_file if _is_held_out(document, held_out) else train_file
-                file.write(tokens.tobytes())
-        trained, held_back = (path.stat().st_size // TOKEN.itemsize for path in (train, held))
-        if not trained + held_back:
-            skips = f"; {documents.skips()}" if documents.skipped else ""
-            if NO_RESPONSE in documents.skipped:
-                raise TrainingError(
-                    f"no token of the data belongs to a response{skips}; give data with responses, or "
-                    "--train-on-prompts"
-                )
-            raise TrainingError(
-                f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
-            )
-        if held_back > trained:  # most records have one prompt
-            swapped = train.with_suffix(".swapped")
-            train.rename(swapped)
-            held.rename(train)
-            swapped.rename(held)
-            trained, held_back = held_back, trained
-        if held_back <= self.length:  # too few whole documents were held out: add the training tokens' tail
-            place = trained - min(trained // 2, self.length + 1)
-            starts = np.flatnonzero(np.memmap(train, TOKEN, "r", shape=min(place + 1, trained))["begins"])
-            whole = starts[starts >= trained // 2]  # documents remain whole if there are several
-            cut = TOKEN.itemsize * int(whole[-1] if len(whole) else place)
-            tail = np.fromfile(train, TOKEN, offset=cut)
-            tail["begins"][:1] = True
-            with held.open("ab") as held_file:
-                held_file.write(tail.tobytes())
-            os.truncate(train, cut)
-
 
 class Order:
     """The windows of each step, a function of the step alone, so that a run that continues sees the same windows.
@@ -277,6 +227,76 @@ class Order:
         return int(self._permutation[1][place]), shift
 
 
+def _write_tokens(
+    folder: Path,
+    documents: Documents,
+    tokenizer: Any,
+    vocab_size: int,
+    held_out: float,
+    train_on_prompts: bool,
+) -> None:
+    """Tokenise all documents into the two files."""
+    end = tokenizer.eos_token_id
+    control = control_tokens(tokenizer)
+    train, held = (folder / f"{split}.tokens" for split in SPLITS)
+    with train.open("wb") as train_file, held.open("wb") as held_file:
+        file = train_file
+        for document in Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1):
+            ids = document.ids or []
+            if _needs_end(document, end, control):
+                ids = [*ids, end]
+            check_vocabulary(ids, vocab_size)
+            tokens = np.zeros(len(ids), TOKEN)
+            tokens["id"] = ids
+            tokens["counted"] = True
+            tokens["begins"][:1] = True
+            if document.mask is not None and not train_on_prompts:
+                tokens["counted"][: len(document.mask)] = document.mask
+            if not document.continues:
+                file = held_file if _is_held_out(document, held_out) else train_file
+            file.write(tokens.tobytes())
+
+
+def _balance(folder: Path, documents: Documents, length: int) -> None:
+    """Move tokens between the files where the prompts' hashes held out too many or too few.
+
+    Raises:
+        TrainingError: if there are no tokens at all.
+    """
+    train, held = (folder / f"{split}.tokens" for split in SPLITS)
+    trained, held_back = len(_mapped(train)), len(_mapped(held))
+    if not trained + held_back:
+        skips = f"; {documents.skips()}" if documents.skipped else ""
+        if NO_RESPONSE in documents.skipped:
+            raise TrainingError(
+                f"no token of the data belongs to a response{skips}; give data with responses, or --train-on-prompts"
+            )
+        raise TrainingError(
+            f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
+        )
+    if held_back > trained:  # most records have one prompt
+        swapped = train.with_suffix(".swapped")
+        train.rename(swapped)
+        held.rename(train)
+        swapped.rename(held)
+        trained, held_back = held_back, trained
+    if held_back <= length:  # too few whole documents were held out: add the training tokens' tail
+        place = trained - min(trained // 2, length + 1)
+        starts = np.flatnonzero(_mapped(train)["begins"][: place + 1])
+        whole = starts[starts >= trained // 2]  # documents remain whole if there are several
+        cut = int(whole[-1]) if len(whole) else place
+        tail = np.array(_mapped(train)[cut:])
+        tail["begins"][:1] = True
+        with held.open("ab") as held_file:
+            held_file.write(tail.tobytes())
+        os.truncate(train, cut * TOKEN.itemsize)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The tokens of a file: [tokens] TOKEN."""
+    return np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
+
+
 def _needs_end(document: Document, end: int | None, control: set[int]) -> bool:
     """Whether the end-of-text token is to be added: where neither the record nor a chat template has an end of its own.
 
@@ -301,28 +321,13 @@ def _is_held_out(document: Document, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
-def _intact_manifest(folder: Path, key: str) -> Manifest | None:
-    """The manifest if the token files are complete and of this data; None if they must be written (again).
-
-    Damage is reported on stderr; nothing is lost, since the files are made from the data.
-    """
-    path = folder / NAME
-    if not path.is_file():
-        return None
+def _manifest(folder: Path, key: str) -> Manifest | None:
+    """The manifest if the token files are complete and of this data; None if they must be written."""
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except ValidationError:
-        damaged = path
-    else:
-        if manifest.key != key:
-            return None
-        lacking = [folder / name for name in FILES if name not in manifest.files]
-        first = lacking[0] if lacking else first_damaged(folder, manifest.files)
-        if first is None:
-            return manifest
-        damaged = first
-    print(f"vllm-ppd: {place(damaged)} is damaged or missing; tokenising the data again", file=sys.stderr)
-    return None
+        manifest = Manifest.model_validate_json((folder / NAME).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return manifest if manifest.key == key else None
 
 
 def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool) -> str:

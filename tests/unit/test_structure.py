@@ -190,12 +190,6 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     assert not loaded([*command.split(), "--help"]) & {"torch", "transformers", "vllm", "numpy"}
 
 
-@pytest.mark.parametrize("kind", HEADS)
-def test_inspect_imports_nothing_heavy(kind: str) -> None:
-    """The demo model's config.json and checkpoint say all that its heads are compared with, and numpy reads it."""
-    assert not loaded(["inspect", str(ROOT / "benchmarks/demo/heads" / kind)]) & {"torch", "transformers", "vllm"}
-
-
 def loaded(argv: list[str]) -> set[str]:
     """The top-level modules that a `ppd` command loads, which must end with exit code 0."""
     code = (

@@ -46,20 +46,16 @@ def train(options: TrainingOptions) -> int:
     """Train heads for a model on text, and write a heads folder that vLLM can serve."""
     check_data(options.data)
     from vllm_ppd.heads.training import loop
-    from vllm_ppd.heads.training.parallel import over_ray
 
-    if options.ray_workers:
-        over_ray(loop.train, options)
-    else:
-        facts = loop.train(options)
-        if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start a process per GPU
-            return 0
-        trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
-        best = facts["held_out_after_step"]
-        kept = "" if best == facts["steps"] else f" (the heads of step {best}, which are the best)"
-        print(f"{trained}; held out, before -> after{kept}:")
-        for name, after in facts["held_out_after"].items():
-            print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
+    facts = loop.train(options)
+    if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start a process per GPU
+        return 0
+    trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
+    best = facts["held_out_after_step"]
+    kept = "" if best == facts["steps"] else f" (the heads of step {best}, which are the best)"
+    print(f"{trained}; held out, before -> after{kept}:")
+    for name, after in facts["held_out_after"].items():
+        print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
     print(f"wrote {options.out}: `ppd calibrate {options.out}` measures it")
     return 0
 

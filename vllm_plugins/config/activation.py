@@ -206,7 +206,7 @@ def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
     with suppress(OSError, ValueError):
         found = fingerprint(snapshot_download(model, revision=revision, local_files_only=True))
     name = hub.hub_name(model)
-    if found.tokenizer is None and name is not None and not platform.uses_modelscope():
+    if found.vocabulary is None and name is not None and not platform.uses_modelscope():
         with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
             folder = hub.folder_of(str(hub.HubName(name.repo, revision)), TOKENIZER_NAME)
             found = found.model_copy(update=tokenizer_hashes(Path(folder, TOKENIZER_NAME)))

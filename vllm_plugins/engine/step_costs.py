@@ -139,7 +139,7 @@ def heads_content(folder: str | None) -> dict[str, str]:
     if folder is None or not os.path.isdir(folder):
         return {}
     files = [Path(folder) / CONFIG_NAME, *sorted(Path(folder).glob("*.safetensors"))]
-    return {path.name: digest_of(path).sha256 for path in files}
+    return {path.name: digest_of(path) for path in files}
 
 
 def summary(table: CostTable) -> str:

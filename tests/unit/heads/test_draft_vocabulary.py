@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft vocabularies: which tokens, how many by default, and when calibration takes a shorter one."""
-
-from pathlib import Path
-from typing import Any
+"""Draft vocabularies: which tokens, and how many by default."""
 
 import pytest
 import torch

@@ -72,7 +72,7 @@ def test_published_speculators_are_taken(
         (
             "arctic-lstm",
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "a pickle, 'pytorch_model.bin', which is not loaded; save the heads as model.safetensors",
+            "has no model.safetensors; save the heads as safetensors",
         ),
         ("ibm", config_text(b'{"model_type": "mlp_speculator"}'), "n_predict=None is not an integer"),
     ],
@@ -91,8 +91,8 @@ def test_what_cannot_be_drafted_with_is_refused(
     ("places", "message"),
     [
         ({}, "has no weight_map; copy or write the heads again"),
-        ({"weight_map": {"emb.0.weight": "../model.safetensors"}}, "names '../model.safetensors', not a safetensors"),
-        ({"weight_map": {"emb.0.weight": "weights.bin"}}, "names 'weights.bin', not a safetensors file"),
+        ({"weight_map": {"emb.0.weight": "../model.safetensors"}}, "has no ../model.safetensors"),
+        ({"weight_map": {"emb.0.weight": "weights.bin"}}, "has no weights.bin"),
         ({"weight_map": {"emb.0.weight": "model-00009-of-00009.safetensors"}}, "has no model-00009-of-00009.safetens"),
     ],
 )

@@ -1,126 +1,181 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run continues from a whole checkpoint; a damaged one is refused in one line, and nothing of it is loaded."""
+"""A run that was stopped or killed continues from its last complete checkpoint to the same heads."""
 
 import json
-from collections.abc import Callable
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import accelerate.checkpointing
 import pytest
 import torch
-from conftest import Factory, patterned_texts, write_texts
-from damages import DAMAGE
-from torch import nn
+from conftest import Factory
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, RunFacts, load, read_facts, save
-from vllm_ppd.heads.training.parallel import Processes
+from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training.checkpoint import FACTS, WORK, latest, read_facts, remove_incomplete
 from vllm_ppd.vllm_plugins.cli.main import main
 
-FILES = ("model.safetensors", "optimizer.bin", FACTS)
-RUN = RunFacts(options={"kind": "early"}, step=3, seconds=1.5, before={}, smoothed=1.0, best=0.5, tokens="abc")
+PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
 
-def prepared(width: int = 5, seed: int = 0) -> tuple[Processes, nn.Module, torch.optim.Optimizer]:
-    """A module and its optimiser after a step."""
-    torch.manual_seed(seed)
-    processes = Processes("cpu")
-    module = nn.Linear(6, width)
-    module, optimizer = processes.prepare(module, torch.optim.AdamW(module.parameters()))
-    module(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
-    return processes, module, optimizer
+def assert_same_heads(ours: Path, theirs: Path) -> None:
+    expected = load_file(theirs / "model.safetensors")
+    tensors = load_file(ours / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
 
 
-def test_a_checkpoint_is_restored(tmp_path: Path) -> None:
-    processes, module, optimizer = prepared()
-    assert read_facts(tmp_path / STATE) is None
-    save(tmp_path / STATE, RUN, processes)
-    others, other, its_optimizer = prepared(seed=1)
-    assert not torch.equal(other.weight, module.weight)
-    load(tmp_path / STATE, 3, others)
-    assert torch.equal(other.weight, module.weight)
-    ours, theirs = (made.state_dict()["state"] for made in (its_optimizer, optimizer))
-    assert all(torch.equal(ours[i][name], value) for i, state in theirs.items() for name, value in state.items())
-    facts = read_facts(tmp_path / STATE)
-    assert facts is not None and facts.model_copy(update={"files": {}}) == RUN
+def wait_for(done: Any) -> None:
+    deadline = time.monotonic() + 300
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert done()
 
 
-def test_a_kill_between_two_checkpoints_leaves_one(tmp_path: Path) -> None:
-    """Wherever it comes: while the next is written, and between the renames that put it in the place of the last."""
-    processes, _, _ = prepared()
-    save(tmp_path / STATE, RUN, processes)
-    (tmp_path / f"{STATE}.part").mkdir()
-    (tmp_path / STATE).rename(tmp_path / f"{STATE}.old")
-    load(tmp_path / STATE, 3, processes)
-    save(tmp_path / STATE, RUN.model_copy(update={"step": 4}), processes)
-    assert [path.name for path in tmp_path.iterdir()] == [STATE]
-    load(tmp_path / STATE, 4, processes)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_continues_to_the_same_heads(train: Factory, tmp_path: Path, stop_at: Factory, kind: str) -> None:
+    whole = train(kind, out="whole")
+    batches = stop_at(6)
+    with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
+        train(kind, out="parts")
+    assert not (tmp_path / "parts" / "config.json").exists()
+    parts = train(kind, out="parts")
+    assert len(batches) == 13, "only the step that was stopped is done again"
+    assert_same_heads(parts, whole)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
-    processes, module, _ = prepared()
-    save(tmp_path / STATE, RUN, processes)
-    path = tmp_path / STATE / name
-    good = path.read_bytes()
-    flips = [good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :] for at in range(8, len(good), 61)]
-    for data in (*(damage(good) for damage in DAMAGE.values()), *flips, None):
-        path.unlink() if data is None else path.write_bytes(data)
-        with torch.no_grad():
-            module.weight.fill_(0.5)
-        try:
-            load(tmp_path / STATE, 3, processes)
-        except TrainingError as error:
-            assert f"delete the folder {WORK} there" in str(error)
-            assert len(str(error)) <= 300 and "\n" not in str(error)
-            assert bool((module.weight == 0.5).all())
-        else:  # a flipped bit in a fact that no weight depends on
-            assert name == FACTS and data in flips
+def test_a_stop_does_not_wait_for_the_step(train: Factory, stop_at: Factory) -> None:
+    whole = train(accumulation=4, out="whole")
+    batches = stop_at(10)  # the second part of the third step
+    with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
+        train(accumulation=4, out="parts")
+    assert len(batches) == 10
+    assert_same_heads(train(accumulation=4, out="parts"), whole)
 
 
-@pytest.mark.parametrize("facts", ["", "[]", "{}", "3", "{", json.dumps(RUN.model_dump() | {"step": -1})])
-def test_facts_of_another_shape_are_refused(tmp_path: Path, facts: str) -> None:
-    processes, _, _ = prepared()
-    save(tmp_path / STATE, RUN, processes)
-    (tmp_path / STATE / FACTS).write_text(facts)
-    for read in (lambda: read_facts(tmp_path / STATE), lambda: load(tmp_path / STATE, 3, processes)):
-        with pytest.raises(TrainingError, match="is damaged"):
-            read()
+def test_a_killed_run_continues_to_the_same_heads(command: Factory, tmp_path: Path) -> None:
+    """Killed three times, wherever it is."""
+    more = ("--steps", "30", "--save-every", "2", "--evaluate-every", "4")
+    more += ("--stored-dtype", "float32")
+    assert main(command(*more, out="whole")) == 0
+    words = [*PPD, *command(*more, out="parts")]
+    work = tmp_path / "parts" / WORK
+    for reached in (2, 8, 14):
+        run = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        wait_for(lambda step=reached: (facts := read_facts(work)) and facts.step >= step)
+        run.kill()
+        run.wait()
+    assert subprocess.run(words, capture_output=True).returncode == 0
+    assert_same_heads(tmp_path / "parts", tmp_path / "whole")
+    curves = [(tmp_path / out / loop.CURVE).read_text().splitlines() for out in ("parts", "whole")]
+    steps = [{json.loads(line)["step"] for line in lines} for lines in curves]
+    assert steps[0] == steps[1]
 
 
-def test_a_checkpoint_of_other_heads_or_of_another_step_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / STATE, RUN, prepared()[0])
-    others, _, _ = prepared(width=1)  # the weights could be broadcast
-    with pytest.raises(TrainingError, match="does not match these heads"):
-        load(tmp_path / STATE, 3, others)
-    with pytest.raises(TrainingError, match="it is not from step 4"):
-        load(tmp_path / STATE, 4, prepared()[0])
+def test_a_half_written_checkpoint_is_passed_over(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+    stop_at(6)
+    with pytest.raises(loop.Stopped):
+        train(save_every=2)
+    work = tmp_path / "heads" / WORK
+    assert [folder.name for folder in sorted((work / "checkpoints").iterdir())] == [
+        "checkpoint_4",
+        "checkpoint_5",
+    ]
+    (work / "checkpoints" / "checkpoint_5" / FACTS).unlink()
+    assert latest(work) == work / "checkpoints" / "checkpoint_4"
+    remove_incomplete(work)
+    assert not (work / "checkpoints" / "checkpoint_5").exists()
+    facts = read_facts(work)
+    assert facts is not None and facts.step == 4
+    train(save_every=2)
 
 
-def test_changed_data_and_damaged_state_end_with_one_line(
-    command: Callable[..., list[str]], stop_at: Factory, tmp_path: Path, capsys: Any
+def test_a_damaged_checkpoint_is_one_line(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+    stop_at(6)
+    with pytest.raises(loop.Stopped):
+        train()
+    folder = latest(tmp_path / "heads" / WORK)
+    assert folder is not None
+    for name in ("model.safetensors", "optimizer.bin", FACTS):
+        good = (folder / name).read_bytes()
+        (folder / name).write_bytes(good[: len(good) // 2])
+        with pytest.raises(TrainingError, match=r"delete the folder \.training to start again"):
+            train()
+        (folder / name).write_bytes(good)
+    train()
+
+
+def test_other_options_and_finished_heads_are_refused(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+    stop_at(6)
+    with pytest.raises(loop.Stopped):
+        train()
+    message = "holds an unfinished run with batch_size=4, but this run has 2: give the same options"
+    with pytest.raises(TrainingError, match=message):
+        train(batch_size=2)
+    train(learning_rate=1e-4, save_every=1)
+    with pytest.raises(TrainingError, match="already holds heads"):
+        train("cp")
+
+
+def test_a_second_training_is_refused(command: Factory, tmp_path: Path, capsys: Any) -> None:
+    with writing_folder(tmp_path / "heads"):
+        assert main(command("--steps", "1")) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("ppd: error: --out ") and "is being written by another process" in last
+
+
+def test_a_loss_that_is_not_finite_ends_training(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+    stop_at(6)
+    with pytest.raises(loop.Stopped):
+        train()
+    message = "is not finite; the checkpoint of step .* is kept: run the same .*lower --learning-rate"
+    with pytest.raises(TrainingError, match=message):
+        train(learning_rate=1e38)
+    facts = read_facts(tmp_path / "heads" / WORK)
+    assert facts is not None and facts.step == 5
+    train(learning_rate=1e-4)  # as the message says
+
+
+def test_a_full_disk_loses_nothing(
+    command: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    data, work = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads" / WORK
-    words = command("--steps", "8", "--exit-layers", "3", data=data)
-    stop_at(3)
-    assert main(words) == 130
-    text = data.read_text()
-    write_texts(data, patterned_texts(61, 6))
-    capsys.readouterr()
+    words = command("--steps", "6", "--save-every", "2")
+    real = accelerate.checkpointing.save
+
+    def full(obj: Any, path: Any, **kwargs: Any) -> None:
+        if "checkpoint_4" in str(path):
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        real(obj, path, **kwargs)
+
+    monkeypatch.setattr(accelerate.checkpointing, "save", full)
     assert main(words) == 2
-    assert "was trained on other tokens: the data or the tokenizer changed" in capsys.readouterr().err
-    state = work / STATE / "model.safetensors"
-    good = state.read_bytes()
-    state.write_bytes(good[: len(good) // 2])
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "model.safetensors is damaged" in line
-    assert "delete the folder .training there to start again" in line
-    state.write_bytes(good)
-    data.write_text(text)
-    (work / "train.tokens").write_bytes(b"")
+    assert "No space left" in capsys.readouterr().err.strip().splitlines()[-1]
+    facts = read_facts(tmp_path / "heads" / WORK)
+    assert facts is not None and facts.step == 2
+    monkeypatch.undo()
     assert main(words) == 0
-    facts = json.loads((tmp_path / "heads" / "provenance.json").read_text())
-    assert facts["documents_in_data"] == 60
-    assert facts["skipped_records"] == {}
+
+
+def test_two_processes_train_what_one_does(command: Factory, tmp_path: Path) -> None:
+    """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
+    more = ("--steps", "6", "--stored-dtype", "float32")
+    assert main(command(*more, out="alone")) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *PPD[1:]]
+    run = subprocess.run([*launch, *command(*more, out="several")], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("wrote") == 1
+    expected = load_file(tmp_path / "alone" / "model.safetensors")
+    # AdamW divides a gradient by its own size: where it is tiny, another order of sums moves a
+    # weight by up to a step.
+    for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
+        difference = (tensor - expected[name]).abs()
+        assert (difference > 1e-4).float().mean() < 0.01, name
+        assert difference.max() < 5e-3, name

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that can be watched: progress in every phase, the curve, evaluations, and stopping when the loss is flat."""
+"""Runs that can be watched: progress in every phase, the curve, evaluations, and which weights are written."""
 
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from conftest import Factory
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training import checkpoint, loop
-from vllm_ppd.heads.training.curve import NAME
+from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.tokens import Batch
@@ -36,7 +34,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / loop.CURVE).read_text().splitlines()]
 
 
 def test_curve(train: Train) -> None:
@@ -50,15 +48,17 @@ def test_curve(train: Train) -> None:
     losses = [point for point in points if "loss" in point]
     assert [point["step"] for point in losses] == list(range(1, 13))
     assert losses[-1]["tokens"] == 12 * 4 * 64 == facts["tokens"]
-    # The held-out loss is the figures' sum over the exits, up to their rounding.
     for point in held_out:
-        exits = [figures for name, figures in point["held_out"].items() if name.startswith("exit")]
+        figures = point["held_out"]
+        exits = [value for name, value in figures.items() if name.startswith("exit")]
+        # The held-out loss is the figures' sum over the exits, up to their rounding.
         assert point["held_out_loss"] == pytest.approx(sum(x["kl_nats"] for x in exits), abs=1e-3)
-        by_position = point["held_out"]["accepted_by_position"]
-        assert point["held_out"]["accepted_a_step"] == pytest.approx(sum(by_position), abs=1e-3)
+        by_position = figures["accepted_by_position"]
+        assert figures["accepted_a_step"] == pytest.approx(sum(by_position), abs=1e-3)
         assert by_position == sorted(by_position, reverse=True) and len(by_position) == 3
         # A draft is right where an exit and the target choose the same token.
-        assert by_position[0] == pytest.approx(sum(x["match"] for x in exits) / len(exits), abs=0.02)
+        matches = sum(x["match"] for x in exits) / len(exits)
+        assert by_position[0] == pytest.approx(matches, abs=0.02)
 
 
 def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> None:
@@ -67,54 +67,40 @@ def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> Non
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train(out="parts")
-    path = whole.parent / "parts" / NAME
-    with path.open("a") as file:  # a step after the checkpoint, and a line that a kill cut off
-        file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + '\n{"step": 8, "to')
+    path = whole.parent / "parts" / loop.CURVE
+    with path.open("a") as file:  # a step after the checkpoint
+        file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + "\n")
     assert read_curve(train(out="parts")) == read_curve(whole)
 
 
-def test_a_stop_does_not_wait_for_the_step(train: Train, stop_at: Factory) -> None:
-    train = partial(train, accumulation=4)
-    whole = train(out="whole")
-    batches = stop_at(10)  # the second part of the third step
-    with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
-        train(out="parts")
-    assert len(batches) == 10
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (train(out="parts"), whole))
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5)
-
-
-def test_progress_counts_evaluations_since_the_loss_fell() -> None:
+@pytest.mark.parametrize(
+    ("losses", "accepted", "expected"),
+    [
+        # 1.999 is less than 0.1 % below 2.
+        ([3, 2, 1.999, 2.5, math.nan, 1], [None] * 6, [True, True, False, False, False, True]),
+        # The drafts decide, whatever the loss does, as long as it is a number.
+        ([3, 4, 1, 1, math.nan], [0.3, 0.4, 0.4003, 0.39, 0.5], [True, True, False, False, False]),
+    ],
+)
+def test_progress(losses: list[Any], accepted: list[Any], expected: list[bool]) -> None:
     progress = Progress()
-    fell = [
-        progress.take(Evaluation(step=i, loss=x, figures={})) for i, x in enumerate([3, 2, 1.999, 2.5, math.nan, 1])
-    ]
-    assert fell == [True, True, False, False, False, True]  # 1.999 is less than 0.1 % below 2
-    assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
-
-
-def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
-    """Whatever the loss does, as long as it is a number."""
-    progress, accepted = Progress(), [0.3, 0.4, 0.4003, 0.39, 0.5, 0.45]
-    losses = [3.0, 4, 1, 1, math.nan, 9]
-    better = [
-        progress.take(Evaluation(step=i, loss=loss, figures={}, accepted=share))
-        for i, (loss, share) in enumerate(zip(losses, accepted, strict=True))
-    ]
-    assert better == [True, True, False, False, False, True] and progress.stale == 0
+    for step, (loss, share, better) in enumerate(zip(losses, accepted, expected, strict=True)):
+        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
+        assert progress.take(evaluation) == better, step
 
 
 @pytest.fixture
-def weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[int, dict[str, torch.Tensor]]]:
-    """weights(best): those of each evaluation, of which that at step `best` accepts the most drafts."""
+def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
+    """judged(best): have the evaluation of a step accept the most drafts; returns the weights by step."""
 
     def noted(best: int) -> dict[int, dict[str, torch.Tensor]]:
-        real, seen = loop.evaluate, dict[int, dict[str, torch.Tensor]]()
+        real = loop.evaluate
+        seen: dict[int, dict[str, torch.Tensor]] = {}
 
         def falling(recipe: Any, *args: Any) -> Evaluation:
-            evaluation, step = real(recipe, *args), args[3]
+            step = args[3]
             seen[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
+            evaluation = real(recipe, *args)
             return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - best))})
 
         monkeypatch.setattr(loop, "evaluate", falling)
@@ -126,93 +112,80 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], dict[int, dict[s
 @pytest.mark.parametrize(
     ("settings", "best", "steps", "flat"),
     [
-        ({"steps": 40, "evaluate_every": 2, "patience": 2}, 4, 8, True),  # ends two evaluations later
+        # It ends two evaluations later.
+        ({"steps": 40, "evaluate_every": 2, "patience": 2}, 4, 8, True),
         ({"steps": 8, "evaluate_every": 2}, 4, 8, False),
         ({"steps": 8}, 0, 8, False),  # a run that makes its first weights worse
     ],
 )
 def test_the_best_weights_are_written(
-    train: Train, weights: Factory, settings: dict[str, Any], best: int, steps: int, flat: bool
+    train: Train, judged: Factory, settings: dict[str, Any], best: int, steps: int, flat: bool
 ) -> None:
-    seen = weights(best)
+    seen = judged(best)
     folder = train(**settings)
     facts = facts_of(folder)
-    assert (facts["steps"], facts["stopped_flat"], facts["held_out_after_step"]) == (steps, flat, best)
+    assert facts["steps"] == steps
+    assert facts["stopped_flat"] == flat
+    assert facts["held_out_after_step"] == best
     for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, seen[best][name]) and not torch.equal(tensor, seen[steps][name])
+        assert torch.equal(tensor, seen[best][name])
+        assert not torch.equal(tensor, seen[steps][name])
 
 
-@pytest.mark.parametrize("patience", [None, 2])
-def test_the_best_weights_survive_a_crash(train: Train, monkeypatch: pytest.MonkeyPatch, patience: int | None) -> None:
-    real, compute, losses = loop.evaluate, Recipe.forward, itertools.count(1)
-    accepted = {0: 0.5, 2: 0.6}
-
-    def noted(*args: Any) -> Evaluation:
-        return real(*args).model_copy(update={"accepted": accepted.get(args[4], 0.1)})
+@pytest.mark.parametrize("save_every", [1, 100])
+def test_the_best_weights_survive_a_crash(
+    train: Train, judged: Factory, monkeypatch: pytest.MonkeyPatch, save_every: int
+) -> None:
+    """Before and after a checkpoint that knows of them."""
+    seen = judged(2)
+    compute = Recipe.forward
+    losses = itertools.count(1)
 
     def crashing(self: Recipe, batch: Batch) -> Any:
-        if next(losses) == 3:
+        if next(losses) == 5:
             raise RuntimeError("crashed")
         return compute(self, batch)
 
-    monkeypatch.setattr(loop, "evaluate", noted)
     monkeypatch.setattr(Recipe, "forward", crashing)
-    train = partial(train, steps=8, evaluate_every=2, patience=patience, save_every=1)
+    train = partial(train, steps=8, evaluate_every=2, save_every=save_every)
     with pytest.raises(RuntimeError, match="crashed"):
         train()
-    accepted[2] = 0.1  # the same step would be judged differently
-    assert facts_of(train())["held_out_after_step"] == 2
+    folder = train()
+    assert facts_of(folder)["held_out_after_step"] == 2
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, seen[2][name])
 
 
-def test_a_kill_before_the_best_weights_are_kept_loses_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes between the two checkpoints that an evaluation writes."""
-    real, save, killed = loop.evaluate, checkpoint.save, []
-
-    def noted(*args: Any) -> Evaluation:
-        return real(*args).model_copy(update={"accepted": 0.6 if args[4] == 2 and not killed else 0.1})
-
-    def cut_off(folder: Path, facts: Any, processes: Any) -> None:
-        if folder.name == checkpoint.BEST and facts.step == 2 and not killed:
-            killed.append(folder)
-            raise RuntimeError("killed")
-        save(folder, facts, processes)
-
-    monkeypatch.setattr(loop, "evaluate", noted)
-    monkeypatch.setattr(checkpoint, "save", cut_off)
-    train = partial(train, steps=6, evaluate_every=2)
-    with pytest.raises(RuntimeError, match="killed"):
-        train()
-    assert facts_of(train())["held_out_after_step"] == 2
-
-
-def test_a_stop_in_the_last_evaluation_loses_no_step(train: Train, stop_at: Factory, monkeypatch: Any) -> None:
+def test_a_stop_in_the_last_evaluation_loses_no_step(
+    train: Train, stop_at: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = loop.evaluate
+    stopped: list[Any] = []
 
     def stopping(*args: Any) -> Evaluation:
-        if args[5] == "after" and not batches:
-            batches.append(args)
+        if args[5] == "after" and not stopped:
+            stopped.append(args)
             raise KeyboardInterrupt
         return real(*args)
 
-    batches: list[Any] = []
     monkeypatch.setattr(loop, "evaluate", stopping)
     with pytest.raises(loop.Stopped, match="stopped at step 12 of 12"):
         train()
-    trained = stop_at(-1)
+    computed = stop_at(-1)
     assert facts_of(train())["steps"] == 12
-    assert all(batch.split == "held_out" for batch in trained), "no step is done again"
+    assert not computed, "no step is done again"
 
 
 def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
     train(evaluate_every=6)
     shown = capsys.readouterr().err
-    phases = ["loading ", "tokenising", "evaluating (before)", "training early heads", "evaluating (step 6)"]
+    phases = ["loading ", "tokenising", "evaluating (before)", "training early heads", "(step 6)"]
     places = [shown.find(phase) for phase in phases]
     assert -1 not in places and places == sorted(places)
 
 
 def test_bad_options(train: Train) -> None:
-    with pytest.raises(TrainingError, match=re.escape("--patience 2 needs --evaluate-every")):
+    with pytest.raises(TrainingError, match="--patience 2 needs --evaluate-every"):
         train(patience=2)
     with pytest.raises(ValueError, match="both must be at least 0 and below 1"):
         train(betas="0.9,1")

@@ -50,7 +50,6 @@ def responses(path: str, words: Any, **settings: Any) -> list[str | None]:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"messages": [USER, ANSWER]}, "ho ho<|end|>"),
         ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
         ({"messages": [USER, ANSWER, OTHER]}, "ho ho<|end|>"),
         ({"messages": [USER]}, ""),
@@ -59,7 +58,6 @@ def responses(path: str, words: Any, **settings: Any) -> list[str | None]:
         ({"text": "2 + 2 = 4"}, None),
         ({"prompt_token_ids": [40, 41], "token_ids": [66, 67, 0], "finish_reason": "stop", "index": 3}, "ab<|end|>"),
         ({"prompt": "2 + 2 ="}, ""),
-        ({"prompt_token_ids": [40, 41]}, ""),
     ],
 )
 def test_what_a_record_says_is_a_response(tmp_path: Path, record: Any, expected: str | None) -> None:
@@ -75,15 +73,12 @@ THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>ho"}
 @pytest.mark.parametrize(
     ("template", "messages", "prompts", "expected"),
     [
-        (FORGETFUL, [USER, ANSWER], ["<user>hi<assistant>"], ["so: ho ho"]),
         (
             FORGETFUL,
             [USER, ANSWER, OTHER, LAST],
             ["<user>hi<assistant>", "<user>hi<assistant>ho ho<user>more?<assistant>"],
             ["so: ho ho", "so: no"],
         ),
-        (FORGETFUL, [USER, ANSWER, OTHER], ["<user>hi<assistant>"], ["so: ho ho"]),
-        (OPENING, [USER, THOUGHT], ["<user>hi<assistant><think>\n"], ["hm</think>ho<|end|>"]),
         (
             OPENING,
             [USER, ANSWER, OTHER, THOUGHT],
@@ -112,39 +107,19 @@ class Slow:
 
     is_fast = False
 
-    def __init__(self, words: Any, merges: str = "") -> None:
-        self.words, self.merges = words, merges
+    def __init__(self, words: Any) -> None:
+        self.words = words
 
-    def __call__(self, texts: Any, **settings: Any) -> Any:
-        settings.pop("return_offsets_mapping", None)
-        encoded = self.words(texts, **settings)
-        if self.merges:  # a pair of characters that has a token of its own
-            rows = [encoded["input_ids"]] if isinstance(texts, str) else encoded["input_ids"]
-            for row in rows:
-                text = self.words.decode(row)
-                if self.merges in text:
-                    place = len(self.words(text[: text.index(self.merges)], add_special_tokens=False)["input_ids"])
-                    row[place : place + 2] = [299]
-        return encoded
+    def __call__(self, texts: Any, return_offsets_mapping: bool = False, **settings: Any) -> Any:
+        return self.words(texts, **settings)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.words, name)
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
-        ({"prompt": "2 + 2 =", "completion": " 4"}, " 4"),
-    ],
-)
-@pytest.mark.parametrize("merges", ["", ">h", "= "])
-def test_a_tokenizer_without_offsets_gives_the_same_responses(
-    tmp_path: Path, record: Any, expected: str, merges: str
-) -> None:
-    """Also where a token would reach from the prompt into the response."""
-    path = write(tmp_path / "a.jsonl", record)
-    assert responses(path, Slow(templated(TEMPLATE), merges)) == [expected]
+def test_a_tokenizer_without_offsets_gives_the_same_responses(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER, OTHER, LAST]})
+    assert responses(path, Slow(templated(TEMPLATE))) == ["ho ho<|end|>no<|end|>"]
 
 
 def store(folder: Path, *records: Any, **changes: Any) -> TokenStore:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the target on disk: what is read is what the target computes, once, bounded and checked."""
+"""States of the target on disk: what is read is what the target computes, once, and bounded."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import Factory, patterned_texts, write_texts
+from conftest import Factory, full_but, patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
@@ -47,7 +47,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+@pytest.mark.parametrize("family", full_but(("llama", "gemma3", "gpt_oss"), tiny.FAMILIES))
 def test_cached_states_are_the_targets(tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str) -> None:
     target = load(tiny_model, family)
     batch = store.batch("train", [3, 1, 5])  # in which rounding sends no token to another expert
@@ -98,73 +98,30 @@ def test_another_target_has_files_of_its_own(tiny_model: Factory, tmp_path: Path
     assert StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder != first.folder
 
 
-def test_data_that_grew_keeps_the_states_of_what_it_was(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, passes = load(tiny_model), counted(monkeypatch)
-    StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).states(store.batch("train", [0, 5]))
-    more = write_texts(tmp_path / "more.jsonl", patterned_texts(20, 8))
-    files = [tmp_path / "data.jsonl", more]
-    grown = TokenStore(tmp_path / "grown", files, tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
-    last = grown.num_windows() - 1
-    cached = StatesCache(tmp_path / "cache", target, grown, Reads(), ROOM).states(grown.batch("train", [0, 5, last]))
-    assert passes == [2, 1] and last >= store.num_windows()
-    direct = target.run(grown.batch("train", [0, 5, last]))
-    torch.testing.assert_close(cached.final, direct.final, **ROUNDED)
-
-
-def test_windows_of_other_data_that_begins_alike_are_computed_again(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore
-) -> None:
+def test_other_tokens_have_files_of_their_own(tiny_model: Factory, tmp_path: Path, store: TokenStore) -> None:
     target = load(tiny_model)
-    cache = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
-    cache.states(store.batch("train", range(store.num_windows())))
-    texts = [*patterned_texts(40, 3)[:8], *patterned_texts(32, 9)]
-    data = write_texts(tmp_path / "other.jsonl", texts)
-    other = TokenStore(tmp_path / "other", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
-    second = StatesCache(tmp_path / "cache", target, other, Reads(), ROOM)
-    assert second.folder == cache.folder
-    last = min(other.num_windows(), store.num_windows()) - 1
-    for of, states in ((other, second), (store, cache)):  # in turns: each has its own states, whoever wrote last
-        direct = target.run(of.batch("train", [last]))
-        torch.testing.assert_close(states.states(of.batch("train", [last])).final, direct.final, **ROUNDED)
+    first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
+    data = write_texts(tmp_path / "other.jsonl", patterned_texts(41, 3))
+    words = tiny.make_tokenizer()
+    other = TokenStore(tmp_path / "other", [data], words, tiny.VOCAB, 0.2, 32)
+    assert StatesCache(tmp_path / "cache", target, other, Reads(), ROOM).folder != first.folder
 
 
-def flip(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-@pytest.mark.parametrize("change", [flip, lambda data, _: data[:150], lambda *_: b""], ids=["flipped", "cut", "empty"])
-@pytest.mark.parametrize("name", ["train.final", "train.layer-2", "train.final.crc"])
-def test_damaged_windows_are_computed_again(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore, capsys: Any, name: str, change: Any
-) -> None:
-    batch, reads = store.batch("train", [0, 1]), Reads(exits=(2,))
-    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM)
-    before = cache.states(batch)
-    path = cache.folder / name
-    path.write_bytes(change(path.read_bytes(), 0 if name.endswith("crc") else 100))
-    after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM).states(batch)
-    assert torch.equal(after.final, before.final) and torch.equal(after.exits[2], before.exits[2])
-    lost = name.endswith("crc") and change is not flip  # a window without a checksum was never written
-    assert ("is damaged or from other data; computing its windows again" in capsys.readouterr().err) != lost
-
-
-def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: Any) -> None:
+def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
     target, folder = load(tiny_model), tmp_path / "cache"
-    message = r"--states-cache needs 0\.00 GB besides the 0\.00 GB it holds, but --states-cache-gb allows 1e-05"
-    with pytest.raises(TrainingError, match=message) as caught:
+    with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
         StatesCache(folder, target, store, Reads(), 10_000)
-    assert len(str(caught.value)) <= 300 and not folder.exists()
-    StatesCache(folder, target, store, Reads(), ROOM)
-    used = sum(path.stat().st_size for path in folder.rglob("*"))
+    assert not folder.exists()
+    cache = StatesCache(folder, target, store, Reads(), ROOM)
+    for split in ("train", "held_out"):
+        cache.states(store.batch(split, range(store.num_windows(split))))
+    used = sum(path.stat().st_size for path in cache.folder.iterdir())
     StatesCache(folder, target, store, Reads(), used)  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
-        StatesCache(folder, target, store, Reads(exits=(2,)), used)
+        StatesCache(folder, target, store, Reads(exits=(2, 3)), used)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
-    with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free") as caught:
+    with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free"):
         StatesCache(tmp_path / "other", target, store, Reads(), ROOM)
-    assert len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,9 +132,17 @@ def test_training_over_a_cache(tiny_model: Factory, tmp_path: Path, kind: str, m
 
     def train(out: str, **options: Any) -> dict[str, torch.Tensor]:
         given = {
-            "model": str(tiny_model()), "data": (str(data),), "epochs": 2, "sequence_length": 32, "batch_size": 8,
-            "precision": "float32", "stored_dtype": "float32", "device": "cpu", "held_out": 0.2, **SMALL[kind],
-        }  # fmt: skip
+            "model": str(tiny_model()),
+            "data": (str(data),),
+            "epochs": 2,
+            "sequence_length": 32,
+            "batch_size": 8,
+            "precision": "float32",
+            "stored_dtype": "float32",
+            "device": "cpu",
+            "held_out": 0.2,
+            **SMALL[kind],
+        }
         loop.train(KINDS[kind].options(**given, out=str(tmp_path / out), **options))
         return load_file(tmp_path / out / "model.safetensors")
 
@@ -194,13 +159,3 @@ def test_training_over_a_cache(tiny_model: Factory, tmp_path: Path, kind: str, m
     for name, tensor in plain.items():
         moved = (first[name].float() - tensor.float()).norm()
         assert moved <= 0.03 * tensor.float().norm(), name  # rounded states
-
-
-def test_the_full_recipe_has_no_cache(tiny_model: Factory, tmp_path: Path) -> None:
-    data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
-    options = KINDS["dynamo"].options(
-        model=str(tiny_model()), data=(str(data),), out=str(tmp_path / "out"), recipe="full", device="cpu",
-        sequence_length=32, states_cache=str(tmp_path / "cache"),
-    )  # fmt: skip
-    with pytest.raises(TrainingError, match="--states-cache needs a frozen target, but --recipe full"):
-        loop.train(options)
