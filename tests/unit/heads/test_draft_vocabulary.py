@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft vocabularies: which tokens, and how many by default."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
