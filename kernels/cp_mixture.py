@@ -9,8 +9,7 @@ Everything is computed and returned in float32 (float64 stays float64); logs are
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.draws import draw_rows
-from vllm_ppd.kernels.sampling import INVALID, Sampling
+from vllm_ppd.kernels.sampling import INVALID, Sampling, draw_rows
 
 # Floor of an expert's log-probability of a token; it keeps the weights finite where experts rule the token out.
 RULED_OUT = -1e5

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
-from vllm_ppd.kernels.draws_triton import draw_next as draw_entry
-from vllm_ppd.kernels.draws_triton import with_seeds
-from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling_triton import NOTHING, columns_of, pack, values_of, with_seeds
+from vllm_ppd.kernels.sampling_triton import draw_next as draw_entry
 
 BLOCK_V = 2048  # vocabulary entries per program
 INVALID = tl.constexpr(NO_TOKEN)

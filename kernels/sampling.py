@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling that all drafters share: temperatures, distributions and draws."""
+"""Sampling that all drafters share: temperatures, distributions, noise, draws, and which drafts are accepted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Sampling(NamedTuple):
     """The sampling parameters of each row, which apply in vLLM's order: temperature, top-k, top-p.
 
     With seeds and positions, tokens are drawn with the random numbers that vLLM's runner V2 uses for the target's
-    (kernels/noise.py).
+    (exponential).
     """
 
     temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
@@ -86,3 +86,86 @@ def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> tor
     generators are in the same state, draw the same index. An entry of weight 0 is drawn only if all weights are 0.
     """
     return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(dim=-1)
+
+
+WORD = (1 << 32) - 1
+MULTIPLIERS = 0xCC9E2D51, 0x1B873593  # of a word
+STEP = 5, 0xE6546B64  # from word to word
+FINAL = 0x85EBCA6B, 0xC2B2AE35
+BYTES = 16  # hashed per number
+
+
+def uniform(
+    seeds: torch.Tensor,  # [rows] int64
+    positions: torch.Tensor,  # [rows] int64, of the token before the drawn one
+    token_ids: torch.Tensor,  # [entries] or [rows, entries] int64
+) -> torch.Tensor:
+    """Uniform numbers in (0, 1]: [rows, entries] float32."""
+    state = torch.zeros_like(seeds)
+    for word in (seeds, seeds >> 32, positions):
+        state = _mixed(state, word & WORD)
+    state = _mixed(state[:, None], token_ids) ^ BYTES
+    for shift, multiplier in zip((16, 13), FINAL, strict=True):
+        state = ((state ^ (state >> shift)) * multiplier) & WORD
+    state = state ^ (state >> 16)
+    return (state.double() + 0.5).mul_(2.0**-32).float()
+
+
+def exponential(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard exponential variates, whose negative logarithm is the noise; arguments as in uniform."""
+    return -torch.log1p(-uniform(seeds, positions, token_ids).clamp_(max=1 - 2.0**-24))
+
+
+def _mixed(state: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+    word = (word * MULTIPLIERS[0]) & WORD
+    word = (_rotated(word, 15) * MULTIPLIERS[1]) & WORD
+    return (_rotated(state ^ word, 13) * STEP[0] + STEP[1]) & WORD
+
+
+def _rotated(word: torch.Tensor, bits: int) -> torch.Tensor:
+    return ((word << bits) | (word >> (32 - bits))) & WORD
+
+
+def draw_rows(
+    logits: torch.Tensor,  # [rows, entries] in any floating-point type
+    sampling: Sampling,  # of each row
+    token_ids: torch.Tensor | None = None,  # [entries] or [rows, entries] int64, the entries' IDs; None: 0, 1, ...
+) -> torch.Tensor:
+    """Draw an entry of each row at its temperature, within its top-k and top-p; take the best at temperature 0.
+
+    Returns:
+        [rows] int64, INVALID where a row's greatest logit is not finite.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak, best = logits.max(dim=-1)
+    probs = distribution(logits - peak[:, None], sampling)  # raw logits overflow float32 at low temperatures
+    entries = torch.where(is_greedy(sampling.temperature), best, draw_as(probs, sampling, token_ids))
+    return torch.where(peak.isfinite(), entries, INVALID)
+
+
+def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None) -> torch.Tensor:
+    """Draw an entry of each row of probabilities [rows, entries] with its request's random numbers: [rows] int64."""
+    if sampling.seeds is None or sampling.positions is None:
+        return draw(probs)
+    if token_ids is None:
+        token_ids = torch.arange(probs.shape[1], device=probs.device)
+    return (probs / exponential(sampling.seeds, sampling.positions, token_ids)).argmax(dim=-1)
+
+
+def accept_drawn(
+    drawn: torch.Tensor,  # [logits] int64, the token that the target draws at each position
+    drafts: torch.Tensor,  # [logits] the input token of each row of logits; a draft, except in a request's first row
+    starts: torch.Tensor,  # [requests + 1] int32, where each request's rows of logits begin
+    width: int,  # K + 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept each request's drafts up to the first that differs from the drawn token; -1 means no draft.
+
+    Returns:
+        (tokens [requests, K + 1] in the drafts' type, counts [requests] int32 of the tokens that each request emits).
+    """
+    begin, end = starts[:-1, None].long(), starts[1:, None].long()
+    places = begin + torch.arange(width, device=drawn.device)
+    inside = places.clamp(max=len(drawn) - 1)
+    tokens, follows = drawn[inside], drafts[inside[:, 1:]]
+    accepted = (tokens[:, :-1] == follows) & (places[:, 1:] < end)
+    return tokens.to(drafts.dtype), (accepted.cumprod(dim=1).sum(dim=1) + 1).int()

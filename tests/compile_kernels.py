@@ -13,11 +13,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_ppd.kernels import (
-    acceptance_triton,
     cp_mixture_triton,
-    draws_triton,
-    joint_draw_triton,
     joint_triton,
+    sampling_triton,
     staging_triton,
 )
 from vllm_ppd.kernels.joint import Ngrams, Top
@@ -61,7 +59,7 @@ def main() -> None:
     for heads, first in ((2, index), (3, None)):
         joint(2, heads, first)
     drafted(2)
-    draws_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
+    sampling_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
@@ -96,7 +94,7 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
         peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
     likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)
     for sampling in (Sampling(torch.ones(requests)), sampling_of(requests)):
-        joint_draw_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling)
+        joint_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling)
 
 
 def drafted(requests: int) -> None:
@@ -106,7 +104,7 @@ def drafted(requests: int) -> None:
     staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024), places)
     end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden, places)
     staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
-    acceptance_triton.accept_drawn(places, places.int(), integers, 4)
+    sampling_triton.accept_drawn(places, places.int(), integers, 4)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from vllm_ppd.benchmarks.report import rows_table
 from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.joint import Top, back_off, find_peaks
-from vllm_ppd.kernels.joint_draw import draw_ngrams
+from vllm_ppd.kernels.joint import Top, back_off, draw_ngrams, find_peaks
 from vllm_ppd.kernels.sampling import Sampling
 
 PAYS = 0.8  # share of torch's time

@@ -11,8 +11,21 @@ import torch
 
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.joint import TINY, Likeliest, Ngrams, Peaks, Top, back_off, find_peaks, peaks_of
-from vllm_ppd.kernels.joint_draw import adaptive_threshold, conditional, cut, draw_ngrams, penalise_repetition
+from vllm_ppd.kernels.joint import (
+    TINY,
+    Likeliest,
+    Ngrams,
+    Peaks,
+    Top,
+    adaptive_threshold,
+    back_off,
+    conditional,
+    cut,
+    draw_ngrams,
+    find_peaks,
+    peaks_of,
+    penalise_repetition,
+)
 from vllm_ppd.kernels.sampling import Sampling
 
 

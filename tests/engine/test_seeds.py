@@ -14,10 +14,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
-from vllm_ppd.kernels import draws
-from vllm_ppd.kernels.draws import draw_rows
-from vllm_ppd.kernels.noise import exponential
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels import sampling
+from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
 
 pytestmark = pytest.mark.engine
 LENGTHS = (5, 33, 64, 65, 100, 129, 150, 193)  # chunks of 64, some of which leave a single token
@@ -114,7 +112,7 @@ def test_drafts_are_drawn_with_the_targets_random_numbers(
     llm, accepted = drafting(METHODS[name]), []
     params = [greedy(40, temperature=2.0, seed=seed) for seed in range(8)]
     for shift in (0, 1):
-        monkeypatch.setattr(draws, "exponential", lambda seeds, *rest, by=shift: exponential(seeds + by, *rest))
+        monkeypatch.setattr(sampling, "exponential", lambda seeds, *rest, by=shift: exponential(seeds + by, *rest))
         with counting(llm) as seen:
             generate(llm, prompts(8), params)
         accepted.append(seen["accepted"])

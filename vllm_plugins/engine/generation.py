@@ -13,8 +13,6 @@ from vllm_ppd.heads.generation.write import Continuation, Sampling
 from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
-TOP_P = "ppd_top_p"  # a request's extra argument
-PROCESSOR = "vllm_ppd.vllm_plugins.engine.cpu.top_p:TopP"
 CPU_CACHE = 4 << 30  # most bytes of KV cache, and at most a quarter of the free memory
 CPU_STEP = 1024  # tokens: longer prompts leave a core's cache and take longer per token
 
@@ -27,7 +25,6 @@ class OfflineEngine:
     """
 
     def __init__(self, options: DataOptions) -> None:
-        self._on_cpu = platform.is_cpu()
         os.environ[platform.ENDS_WITH] = str(os.getpid())
         self._llm = LLM(**engine_arguments(options))
         del os.environ[platform.ENDS_WITH]
@@ -44,16 +41,14 @@ class OfflineEngine:
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
         """vLLM's parameters; explicit, as its defaults follow the model's generation_config.json."""
-        processed = self._on_cpu and sampling.temperature > 0 and sampling.top_p < 1
         return SamplingParams(
             temperature=sampling.temperature,
-            top_p=1.0 if processed else sampling.top_p,
+            top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             seed=seed,
             stop_token_ids=list(sampling.stop_ids) or None,
             stop=[sampling.stop_text] if sampling.stop_text else None,
             detokenize=sampling.wants_text,
-            extra_args={TOP_P: sampling.top_p} if processed else None,
         )
 
 
@@ -74,12 +69,11 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
-    """Arguments for all cores, memory, precision and a top-p without a sort, unless the user has set them."""
+    """Arguments for all cores, memory and precision, unless the user has set them."""
     if hasattr(os, "sched_getaffinity"):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     arguments: dict[str, Any] = {
-        "logits_processors": [PROCESSOR],
         "enforce_eager": True,  # compilation takes minutes and saves little in large batches
         # A seeded request with a chunked prompt ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
+from vllm_ppd.kernels.topk import merge_topk, shard_topk
 
 
 def sharded(logits: torch.Tensor, shards: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_ppd.kernels.acceptance import accept_drawn
 from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.sampling import accept_drawn
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
 
 LARGEST = 128  # rows of logits; kernels for more rows are the same

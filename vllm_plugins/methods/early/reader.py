@@ -16,9 +16,8 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.draws import draw_rows
-from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import Sampling, draw_rows
+from vllm_ppd.kernels.topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
 from vllm_ppd.vllm_plugins.engine.drafter import joined
 

@@ -14,7 +14,7 @@ from heads_folders import corpus
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
-from vllm_ppd.kernels import joint_draw as kernels
+from vllm_ppd.kernels import joint as kernels
 from vllm_ppd.kernels.joint import mask
 from vllm_ppd.kernels.sampling import Sampling
 

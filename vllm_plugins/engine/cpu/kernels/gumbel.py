@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.kernels.noise import BYTES, FINAL, MULTIPLIERS, STEP, WORD
+from vllm_ppd.kernels.sampling import BYTES, FINAL, MULTIPLIERS, STEP, WORD
 from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import as_float32
 
 DRAFT_SALT = 1 << 30  # added to the positions of draws that draft

@@ -1,28 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draw from each row of logits in one launch, without a sort.
+"""Sampling that all drafters share, in one launch each, without a sort.
 
-One program per row. Top-k and top-p keep the entries whose weight reaches a bound, which is searched four bits at a
-time: each read of the row counts what sixteen candidates would keep. Rows without limits are read twice: for the peak,
-and for an exponential race.
+keys    values and columns packed into integers, so that one maximum finds the best value and its lowest column; the
+        order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN
+draw    a program per row. Top-k and top-p keep the entries whose weight reaches a bound, which is searched four bits at
+        a time: each read of the row counts what sixteen candidates would keep. Rows without limits are read twice: for
+        the peak, and for an exponential race
+accept  drafts that equal the tokens drawn at their positions
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_ppd.kernels import noise
-from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack
-from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
-from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
+from vllm_ppd.kernels import sampling as reference
+from vllm_ppd.kernels.sampling import Sampling
+
+NOTHING = tl.constexpr(-(1 << 63))  # below every key
+
+
+@triton.jit
+def pack(values: tl.tensor, columns: tl.tensor) -> tl.tensor:
+    """float32 values and their int32 columns (0 <= column < 2^31) as int64 keys."""
+    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(values != values, 0x7FFFFFFF, ordered)
+    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - columns).to(tl.int64)
+
+
+@triton.jit
+def columns_of(keys: tl.tensor) -> tl.tensor:
+    """The columns of keys, int64."""
+    return 0x7FFFFFFF - (keys & 0xFFFFFFFF)
+
+
+@triton.jit
+def values_of(keys: tl.tensor) -> tl.tensor:
+    """The values of keys, float32."""
+    ordered = (keys >> 32).to(tl.int32)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+
 
 BLOCK_V = 2048  # entries at a time
 BLOCK_S = 512  # entries at a time while a bound is searched
-COLDEST = tl.constexpr(GREEDY_BELOW)
-INVALID = tl.constexpr(NO_TOKEN)
-WORD_1, WORD_2 = (tl.constexpr(multiplier) for multiplier in noise.MULTIPLIERS)
-STEP_1, STEP_2 = (tl.constexpr(number) for number in noise.STEP)
-FINAL_1, FINAL_2 = (tl.constexpr(multiplier) for multiplier in noise.FINAL)
-BYTES = tl.constexpr(noise.BYTES)
+COLDEST = tl.constexpr(reference.GREEDY_BELOW)
+INVALID = tl.constexpr(reference.INVALID)
+WORD_1 = tl.constexpr(reference.MULTIPLIERS[0])
+WORD_2 = tl.constexpr(reference.MULTIPLIERS[1])
+STEP_1 = tl.constexpr(reference.STEP[0])
+STEP_2 = tl.constexpr(reference.STEP[1])
+FINAL_1 = tl.constexpr(reference.FINAL[0])
+FINAL_2 = tl.constexpr(reference.FINAL[1])
+BYTES = tl.constexpr(reference.BYTES)
 
 
 @triton.jit
@@ -35,7 +64,7 @@ def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """Same as noise.exponential; exact in the lower tail, since the least of many variates wins a race."""
+    """Same as the reference; exact in the lower tail, since the least of many variates wins a race."""
     state = _mixed((seed ^ seed).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, (position & 0xFFFFFFFF).to(tl.uint32))
@@ -195,3 +224,34 @@ def draw_next(
         BLOCK_LEAST=BLOCK_S,
         num_warps=8,
     )
+
+
+@triton.jit
+def _accept(
+    drawn: tl.tensor,
+    drafts: tl.tensor,
+    starts: tl.tensor,
+    tokens: tl.tensor,
+    counts: tl.tensor,
+    width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    request = tl.program_id(0)
+    start, end = tl.load(starts + request), tl.load(starts + request + 1)
+    place = tl.arange(0, BLOCK)
+    here, follows = place < end - start, place + 1 < end - start
+    token = tl.load(drawn + start + place, mask=here, other=0)
+    draft = tl.load(drafts + start + place + 1, mask=follows, other=-1)
+    tl.store(tokens + request * width + place, token, mask=place < width)
+    tl.store(counts + request, tl.min(tl.where(follows & (token == draft), BLOCK, place), axis=0) + 1)
+
+
+def accept_drawn(
+    drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Same as the reference; tokens past a request's last row of logits are 0."""
+    requests = len(starts) - 1
+    tokens = drafts.new_empty(requests, width)
+    counts = torch.empty(requests, dtype=torch.int32, device=drawn.device)
+    _accept[(requests,)](drawn, drafts, starts, tokens, counts, width, BLOCK=triton.next_power_of_2(width))
+    return tokens, counts
