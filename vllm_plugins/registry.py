@@ -1,20 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of the drafting methods by name, which everything that lists methods reads."""
+"""The records of the drafting methods by name, which everything that lists methods reads.
 
-from dataclasses import replace
+Their classes are dotted paths, so that nothing loads before it is used.
+"""
 
-from vllm_ppd.vllm_plugins.method_spec import MethodSpec
-from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group, lookup, recurrent
+from dataclasses import dataclass, replace
 
+ENGINE = "vllm_ppd.vllm_plugins.engine"
+METHOD = "vllm_ppd.vllm_plugins.methods"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """A worker group over two pipeline stages."""
+
+    worker: str  # of both stages
+    scheduler: str
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A drafting method."""
+
+    title: str  # as in the start-up log line
+    drafter: str  # Drafter class
+    speculator: str = f"{ENGINE}.speculator.Speculator"  # drives the drafter on vLLM's model runner V2
+    heads: str | None = None  # kind of heads that the method reads
+    needs_heads: bool = False
+    looks_up_alone: bool = False  # drafts only from the requests' own texts
+    cuts: bool = False  # runs parts of the target separately, so the family needs an adapter
+    adds_layers: bool = False  # adds layers to the target, which some families do not support
+    writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled
+    options: tuple[str, ...] = ()  # options of this method only
+    request_options: tuple[str, ...] = ()  # the same for request options
+    group: GroupSpec | None = None  # for worker groups over two pipeline stages
+
+
+EARLY = MethodSpec(
+    "early drafting",
+    drafter=f"{METHOD}.early.drafter.EarlyExitDrafter",
+    speculator=f"{METHOD}.early.speculator.DeferredKVSpeculator",
+    heads="early",
+    cuts=True,
+    writes_ahead=True,
+    options=("exit_layer", "gamma"),
+)
 METHODS: dict[str, MethodSpec] = {
-    "ppd": replace(early.METHOD, options=(*early.METHOD.options, "candidates"), group=group.GROUP),
-    "paradecode": early.METHOD,
-    "cp": cp.METHOD,
-    "dynamo": dynamo.METHOD,
-    "lookup": lookup.METHOD,
-    "recurrent": recurrent.METHOD,
+    "ppd": replace(
+        EARLY,
+        options=(*EARLY.options, "candidates"),
+        group=GroupSpec(
+            worker=f"{METHOD}.group.worker.GroupWorker",
+            scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
+        ),
+    ),
+    "paradecode": EARLY,
+    "cp": MethodSpec(
+        "CP drafting",
+        drafter=f"{METHOD}.cp.CPDrafter",
+        heads="cp",
+        needs_heads=True,
+        options=("draft_vocab_size",),
+    ),
+    "dynamo": MethodSpec(
+        "DynaMo drafting",
+        drafter=f"{METHOD}.dynamo.DynaMoDrafter",
+        heads="dynamo",
+        needs_heads=True,
+        cuts=True,
+        adds_layers=True,
+        options=("eps_b", "verify", "draft_vocab_size"),
+        request_options=("eps_b",),
+    ),
+    "lookup": MethodSpec(
+        "prompt lookup",
+        drafter=f"{METHOD}.lookup.LookupDrafter",
+        looks_up_alone=True,
+    ),
+    "recurrent": MethodSpec(
+        "recurrent drafting",
+        drafter=f"{METHOD}.recurrent.RecurrentDrafter",
+        heads="recurrent",
+        needs_heads=True,
+        options=("draft_vocab_size",),
+    ),
 }
-
 
 # The first method of each kind of heads.
 METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}

@@ -35,7 +35,7 @@ if __name__ == "__main__":
 CLOCKS = """
 import random
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
-from vllm_ppd.vllm_plugins.engine.v2 import worker
+from vllm_ppd.vllm_plugins.engine import worker
 time_steps = worker.time_steps
 def other_clock(*arguments):
     time_steps(*arguments)

@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins import methods
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 pytestmark = pytest.mark.engine
-MODULE = "vllm_ppd.vllm_plugins.methods.repeat.drafter"
+MODULE = "vllm_ppd.vllm_plugins.methods.repeat"
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(drafter, module.__dict__)
     monkeypatch.setitem(sys.modules, MODULE, module)
     monkeypatch.setattr(methods, "repeat", module, raising=False)
-    monkeypatch.setattr(module, "drafter", module, raising=False)
     monkeypatch.setitem(METHODS, "repeat", METHODS["cp"])  # taken back at the end
     exec(record, {"METHODS": METHODS, "MethodSpec": MethodSpec})
 

@@ -10,7 +10,7 @@ from methods import METHODS
 
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
-from vllm_ppd.vllm_plugins.engine.v2 import dummy_steps
+from vllm_ppd.vllm_plugins.engine import dummy_steps
 
 pytestmark = pytest.mark.engine
 

@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker
+from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 

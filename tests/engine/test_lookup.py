@@ -9,7 +9,7 @@ from methods import METHODS
 from test_drafts_that_pay import follow, lookup_of
 
 from vllm_ppd.vllm_plugins.engine.drafter import Drafts, LookedUp
-from vllm_ppd.vllm_plugins.engine.v2.lookup import LONGEST
+from vllm_ppd.vllm_plugins.engine.lookup import LONGEST
 
 pytestmark = pytest.mark.engine
 LOOKUP = {"prompt_lookup_min": 2}

@@ -9,7 +9,7 @@ from cases import CASES
 from conftest import Factory, drafter_of, runner_of, start_engine
 from methods import METHODS
 
-from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker
+from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 from vllm_ppd.vllm_plugins.methods.early.speculator import DeferredKVSpeculator
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ from conftest import Factory, counting, drafter_of, our_log
 from methods import METHODS
 
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.patches import acceptance_watch
+from vllm_ppd.vllm_plugins.patches import statistics
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +52,7 @@ def test_hardly_any_accepted_draft_is_a_warning(drafting: Factory, monkeypatch: 
     llm = drafting(METHODS["cp"])
     stock = drafter_of(llm).propose
     monkeypatch.setattr(drafter_of(llm), "propose", lambda *args, **kwargs: stock(*args, **kwargs).fill_(1))
-    monkeypatch.setattr(acceptance_watch, "WINDOW", 20)
+    monkeypatch.setattr(statistics, "WINDOW", 20)
     with our_log() as messages:
         generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
         assert not messages  # who opts out is given drafts all the same, which are rejected

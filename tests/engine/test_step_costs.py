@@ -24,10 +24,8 @@ from vllm import envs
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
-from vllm_ppd.vllm_plugins.engine import step_costs
-from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
-from vllm_ppd.vllm_plugins.engine.v2 import worker
-from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
+from vllm_ppd.vllm_plugins.engine import step_costs, worker
+from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
 from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
 
 ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": True}

@@ -31,10 +31,7 @@ NOT_CODE = {
 
 # The folders, and the rooms of the plugin, from the bottom up: each imports itself and those before it.
 FOLDERS = ("kernels", "heads", "model_patches", "vllm_plugins", "benchmarks")
-ROOMS = (
-    "platform", "method_spec", "methods/__init__", "registry", "config", "draft_length", "engine", "methods",
-    "patches", "cli",
-)  # fmt: skip
+ROOMS = ("platform", "registry", "config", "draft_length", "engine", "methods", "patches", "cli")
 
 # Beginnings of paths that may import vLLM at run time; a drafter never does, so that it runs without an engine.
 MAY_IMPORT_VLLM = (

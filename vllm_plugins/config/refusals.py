@@ -17,7 +17,7 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
-from vllm_ppd.vllm_plugins.config.resolved import PARTITION, WORKER, DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolve import PARTITION, WORKER, DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls of vLLM's statistics, which carry our counters (engine/metrics.py) and watch acceptance."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,42 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
-from vllm_ppd.vllm_plugins.patches.acceptance_watch import AcceptanceWatch
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+WINDOW = 1000  # drafts as counted by vLLM: one per request and step
+NEAR_ZERO = 0.01  # accepted / drafted tokens
+
+
+class AcceptanceWatch:
+    """Counts in windows of a thousand drafts; warns on the first window near zero, and again after a recovery."""
+
+    def __init__(self) -> None:
+        self.drafts = self.drafted = self.accepted = 0
+        self.warned = False
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count a request's verified drafts in a step, and how many of them were accepted."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        if self.drafts < WINDOW:
+            return
+        rate = self.accepted / self.drafted
+        if rate >= NEAR_ZERO:
+            self.warned = False
+        elif not self.warned:
+            self.warned = True
+            logger.warning(
+                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs "
+                "more time than it gains; use heads trained for this model, a deeper exit_layer, or no drafting",
+                self.accepted,
+                self.drafted,
+                self.drafts,
+                100 * rate,
+            )
+        self.drafts = self.drafted = self.accepted = 0
+
 
 KEY = "vllm_ppd"  # in the statistics of KV connectors
 # Attributes that we add to vLLM's objects.

@@ -9,8 +9,8 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_ppd.vllm_plugins.engine.v2.passes import FirstStackPasses
-from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
+from vllm_ppd.vllm_plugins.engine.passes import FirstStackPasses
+from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, DeferredKVCut, SavedStates, ScheduledStep
 
 

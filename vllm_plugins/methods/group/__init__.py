@@ -12,10 +12,3 @@ progress          what each request has emitted in a group step
 passes            layers outside of vLLM's own forward
 stage_channel     messages between the stages
 """
-
-from vllm_ppd.vllm_plugins.method_spec import GroupSpec
-
-GROUP = GroupSpec(
-    worker=f"{__name__}.worker.GroupWorker",
-    scheduler=f"{__name__}.scheduler.GroupScheduler",
-)

@@ -12,8 +12,8 @@ from vllm.model_executor.model_loader.reload.layerwise import record_metadata_fo
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
-from vllm_ppd.vllm_plugins.engine.lm_head import CopiedLMHead
 from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
+from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates

@@ -8,7 +8,7 @@ import torch
 from vllm.distributed import get_pp_group
 
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.engine.target import TargetLMHead
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 

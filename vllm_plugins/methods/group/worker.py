@@ -8,8 +8,8 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.config.resolved import PARTITION
-from vllm_ppd.vllm_plugins.engine.v2.worker import DraftingWorker, ModelRunner
+from vllm_ppd.vllm_plugins.config.resolve import PARTITION
+from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker, ModelRunner
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 
 logger = init_logger("vllm.vllm_ppd")

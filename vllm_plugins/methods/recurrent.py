@@ -14,11 +14,11 @@ from vllm_ppd.heads.cp.module import draft_in_sequence
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import Read, Recurrence
-from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.engine.drafter import ChainDrafter, DraftInputs
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers

@@ -25,9 +25,9 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
-from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
-from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
+from vllm_ppd.vllm_plugins.engine.verification import Verification
 from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
 
 

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import accept_drawn
-from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
+from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 
 LARGEST = 128  # rows of logits; kernels for more rows are the same
 

@@ -18,11 +18,11 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.sampling import divisor
-from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 JOINT_AT_ONCE = 1 << 22  # entries

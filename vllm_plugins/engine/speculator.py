@@ -26,12 +26,11 @@ from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts, FirstStack, LookedUp
+from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
-from vllm_ppd.vllm_plugins.engine.staging import Staging, batch_sizes
+from vllm_ppd.vllm_plugins.engine.staging import RequestOptions, Setting, Staging, batch_sizes
 from vllm_ppd.vllm_plugins.engine.target import Target
-from vllm_ppd.vllm_plugins.engine.v2.lookup import Lookup
-from vllm_ppd.vllm_plugins.engine.v2.unverified import UnverifiedDrafts
+from vllm_ppd.vllm_plugins.engine.unverified import UnverifiedDrafts
 
 logger = logging.getLogger("vllm.vllm_ppd")
 

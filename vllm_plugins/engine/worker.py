@@ -9,12 +9,11 @@ from vllm.platforms import current_platform
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
-from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
-from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
-from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
-from vllm_ppd.vllm_plugins.engine.v2.verification import warm_up_top_p
+from vllm_ppd.vllm_plugins.engine.verification import warm_up_top_p
 from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 
