@@ -101,7 +101,7 @@ class EngineProcess:
     def close(self) -> None:
         """End the process in any state."""
         self.pipe.close()
-        self.process.join(timeout=5)
+        self.process.join(timeout=15)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()

@@ -14,7 +14,7 @@ from conftest import DEMO, ROOT
 from records import templated
 
 from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
-from vllm_ppd.benchmarks.decode import acceptance_trials, compare, is_whole, speed_trials
+from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
 from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.storage import Results
@@ -222,11 +222,6 @@ def test_make_evidence_has_valid_commands() -> None:
     for command in commands:
         args = make_parser().parse_args(["bench", "decode", *shlex.split(command)])
         assert options_from(DecodeOptions, args).out.startswith("build/evidence/")
-
-
-def test_texts_are_compared_by_position() -> None:
-    compared = compare([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 0, 6]])
-    assert compared == {"same_tokens": 5, "compared_tokens": 6, "differ": [1]}
 
 
 @pytest.mark.parametrize(
