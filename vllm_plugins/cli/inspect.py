@@ -44,6 +44,8 @@ def run(options: InspectOptions) -> int:
     lines |= {name: value for name, value in stored.items() if name in shown}
     lines["num_speculative_tokens"] = config.num_speculative_tokens
     lines["weights"] = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    if not is_whole:
+        lines["weights"] += ", not fetched"
 
     def trained() -> str:
         facts = provenance_of(folder)

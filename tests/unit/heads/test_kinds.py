@@ -44,7 +44,7 @@ def test_a_fifth_kind_is_a_folder_and_a_line(
     assert main([*measure, "--device", "cpu"]) == 0
     assert main(["inspect", heads]) == 0
     shown = capsys.readouterr().out
-    for words in ("shift", "will load: yes", "calibrated ", "--speculative-model"):
+    for words in ("shift", "will load: yes", "calibrated ", "redicted"):
         assert words in shown, words
     assert "a shift of the hidden state" in (Path(heads) / "README.md").read_text()
     assert json.loads((Path(heads) / "config.json").read_text())["speculators_model_type"] == "shift"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from conftest import DEMO, Factory
 
-from vllm_ppd.heads.fitting.options import FitOptions
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
@@ -83,6 +82,7 @@ def test_a_yaml_file_gives_options_and_flags_take_precedence(tmp_path: Path, cap
         (["fit", "m", "--out", "o", "--minutes", "x"], "--minutes x: input should be a valid number"),
         (["fit", "m", "--out", "o", "--minutes", "0"], "--minutes 0: input should be greater than 0"),
         (["fit", "m"], "--out: field required"),
+        (["fit", "--out", "o"], "the following arguments are required: MODEL"),
         (["data", "--model", "m", "--out", "o", "--precision", "int4"], "--precision int4: input should be"),
         (["train", "cp", *GIVEN, "--rank", "0"], "--rank 0: input should be greater than"),
     ],
@@ -91,13 +91,6 @@ def test_errors_are_one_line(words: list[str], message: str, capsys: Any) -> Non
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ppd: error: ") and message in line
-
-
-def test_a_command_without_its_model_is_refused(capsys: Any) -> None:
-    assert main(["fit", "--out", "o"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "MODEL" in line
-    assert FitOptions.model_fields["model"].is_required()
 
 
 def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> None:

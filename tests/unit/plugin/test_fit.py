@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 
 Condition = Callable[[Path], bool]
 KILLS: tuple[Condition, ...] = (
-    lambda out: (Path(f"{out}.fit") / "answers.jsonl").exists(),
+    lambda out: (Path(f"{out}.fit") / "others.jsonl").exists(),
     lambda out: (out / ".training" / "state").exists(),
     lambda out: (out / "provenance.json").exists(),
 )
@@ -52,7 +52,7 @@ def begin(words: list[str], log: Path, fake: bool) -> int:
 def test_a_fit_that_is_killed_at_every_step_ends_with_heads(tmp_path: Path, tiny_model: Factory, fake: bool) -> None:
     out, log = tmp_path / "heads", tmp_path / "log"
     model = str(DEMO) if not fake else str(tiny_model())
-    words = ["fit", model, "--out", str(out), "--minutes", "0.2"]
+    words = ["fit", model, "--out", str(out), "--minutes", "0.01"]
     for condition in (*KILLS, lambda _: False):
         process = begin(words, log, fake)
         while not (ended := os.waitpid(process, os.WNOHANG))[0] and not condition(out):

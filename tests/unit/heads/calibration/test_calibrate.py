@@ -259,7 +259,6 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
     [
         (("--prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
-        (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
         (("--eps", "0.5,2"), "--eps 2: input should be less than or equal to 1"),
         (("--new-tokens", "512"), "--new-tokens 512 leave no prompt of the model's 512 tokens"),
     ],
