@@ -10,22 +10,47 @@ import torch
 from safetensors.torch import save_file
 
 HIDDEN, VOCAB = 64, 320  # of the tiny llama
-IBM = {"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator", "emb_dim": HIDDEN,
-       "top_k_tokens_per_head": [5, 4, 3], "n_candidates": 5, "torch_dtype": "float32"}  # fmt: skip
-ARCTIC = {"model_type": "mlp_speculator", "base_model_name_or_path": "", "input_hidden_dim": HIDDEN,
-          "inner_dim": "24", "emb_dim": "24", "proj_dim": "24", "torch_dtype": "bfloat16"}  # fmt: skip
+IBM = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "emb_dim": HIDDEN,
+    "top_k_tokens_per_head": [5, 4, 3],
+    "n_candidates": 5,
+    "torch_dtype": "float32",
+}
+ARCTIC = {
+    "model_type": "mlp_speculator",
+    "base_model_name_or_path": "",
+    "input_hidden_dim": HIDDEN,
+    "inner_dim": "24",
+    "emb_dim": "24",
+    "proj_dim": "24",
+    "torch_dtype": "bfloat16",
+}
 LSTM = ARCTIC | {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"], "method": "sum_lstm", "tie_weights": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ibm": IBM | {"inner_dim": 24, "n_predict": 3, "tie_weights": False, "scale_input": False},
     "ibm-5-tied": IBM | {"inner_dim": 0, "n_predict": 5, "tie_weights": True, "scale_input": True},
     "ibm-5": IBM | {"inner_dim": 40, "n_predict": 5, "tie_weights": False, "scale_input": True},
-    "arctic-mlp": ARCTIC | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "method": "sum_rnn",
-                            "n_predict": 3, "tie_weights": False, "scale_input": True},
-    "arctic-mlp-tied": ARCTIC | {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "method": "sum_rnn",
-                                 "n_predict": 3, "tie_weights": True, "scale_input": False},
+    "arctic-mlp": ARCTIC
+    | {
+        "architectures": ["ArcticMLPSpeculatorPreTrainedModel"],
+        "method": "sum_rnn",
+        "n_predict": 3,
+        "tie_weights": False,
+        "scale_input": True,
+    },
+    "arctic-mlp-tied": ARCTIC
+    | {
+        "architectures": ["ArcticMLPSpeculatorPreTrainedModel"],
+        "method": "sum_rnn",
+        "n_predict": 3,
+        "tie_weights": True,
+        "scale_input": False,
+    },
     "arctic-lstm": LSTM | {"n_predict": 3, "tie_lstm_embs": True, "scale_input": True},
     "arctic-lstm-5": LSTM | {"n_predict": 5, "tie_lstm_embs": False, "scale_input": False},
-}  # fmt: skip
+}
 GATES = ("forget", "input", "output", "cell")
 
 
@@ -61,9 +86,14 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]
 
 
 def publish(
-    folder: Path, layout: str, prefix: str = "", shards: int = 1, dtype: torch.dtype = torch.float32,
-    hidden: int = HIDDEN, vocab: int = VOCAB,
-) -> Path:  # fmt: skip
+    folder: Path,
+    layout: str,
+    prefix: str = "",
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
+) -> Path:
     """Write a folder as its publisher does, for a target of some sizes."""
     size = "input_hidden_dim" if "input_hidden_dim" in LAYOUTS[layout] else "emb_dim"
     config = LAYOUTS[layout] | {"vocab_size": vocab, size: hidden}
@@ -85,8 +115,10 @@ def publish(
 def states(config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: torch.Tensor, tokens: list[int]) -> Any:
     """(Logits, state) after each of some tokens, from the target's state [d], by the formulas as they stand."""
     n, width, lstm = config["n_predict"], width_of(config), config.get("method") == "sum_lstm"
-    tensors = {name.replace(".0.weight", ".weight").replace(".0.bias", ".bias") if name.count(".") == 3 else name: value
-               for name, value in tensors.items()}  # fmt: skip
+    tensors = {
+        name.replace(".0.weight", ".weight").replace(".0.bias", ".bias") if name.count(".") == 3 else name: value
+        for name, value in tensors.items()
+    }
     w = 0.5 ** (0.5 / n)
     alpha = math.sqrt((1 - w * w) * width / 2) / w
 

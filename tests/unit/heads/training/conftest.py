@@ -16,9 +16,16 @@ from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.tokens import Batch
 
 COMMON = {
-    "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
-    "device": "cpu", "held_out": 0.1, "evaluation_tokens": 2048, "learning_rate": 3e-3,
-}  # fmt: skip
+    "steps": 12,
+    "sequence_length": 64,
+    "batch_size": 4,
+    "precision": "float32",
+    "stored_dtype": "float32",
+    "device": "cpu",
+    "held_out": 0.1,
+    "evaluation_tokens": 2048,
+    "learning_rate": 3e-3,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "early": {},
     "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
@@ -51,10 +58,28 @@ def command(tiny_model: Factory, data: Path, tmp_path: Path) -> Callable[..., li
 
     def words(*more: str, kind: str = "early", out: str = "heads", data: Path = data) -> list[str]:
         return [
-            "train", kind, "--model", str(tiny_model()), "--data", str(data), "--out", str(tmp_path / out),
-            "--device", "cpu", "--sequence-length", "64", "--batch-size", "4", "--precision", "float32",
-            "--held-out", "0.1", "--evaluation-tokens", "512", *more,
-        ]  # fmt: skip
+            "train",
+            kind,
+            "--model",
+            str(tiny_model()),
+            "--data",
+            str(data),
+            "--out",
+            str(tmp_path / out),
+            "--device",
+            "cpu",
+            "--sequence-length",
+            "64",
+            "--batch-size",
+            "4",
+            "--precision",
+            "float32",
+            "--held-out",
+            "0.1",
+            "--evaluation-tokens",
+            "512",
+            *more,
+        ]
 
     return words
 

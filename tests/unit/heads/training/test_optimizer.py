@@ -26,8 +26,9 @@ def ours(parameters: Any) -> Muon:
     stack, gate, vector = parameters
     return Muon(
         [{"params": [stack, vector], "lr": RATE}, {"params": [gate], "lr": RATE, "muon": False}],
-        betas=(0.9, 0.95), weight_decay=0.1,
-    )  # fmt: skip
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
 
 
 def step(optimizer: torch.optim.Optimizer, parameters: Any, number: int) -> None:
