@@ -26,13 +26,13 @@ V2 = "vllm.v1.worker.gpu"
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
     f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
-    f"{PLUGIN}.v2.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
+    f"{PLUGIN}.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
-    f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
-    f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
+    f"{PLUGIN}.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
+    f"{PLUGIN}.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
     f"{PLUGIN}.weight_updates:UpdatedRunner": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.weight_updates:UpdatedWorker": "vllm.v1.worker.gpu_worker:Worker",
-    f"{PLUGIN}.v2.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
+    f"{PLUGIN}.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
 }
 # What is called or assumed beside.
 ASSUMED = [

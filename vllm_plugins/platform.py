@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 ENDS_WITH = "PPD_ENDS_WITH"  # id of the process with which its engine must end, even if that is killed
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
 GATE = 0.01  # share of a GPU's memory that must be free before vLLM starts; the KV cache's size is set separately
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
+WORKER = f"{ENGINE}.worker.DraftingWorker"  # that vLLM starts for every method but a worker group
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.cp.config import CPConfig, Experts
@@ -18,7 +19,6 @@ from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.cp.recurrence import Recurrence, normed
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
@@ -119,7 +119,7 @@ class CPRecipe(HeadsRecipe):
         """Windows from all over the data, with so many tokens together."""
         count = store.num_windows()
         number = min(count, -(-tokens // store.length))
-        for i in Bar(range(number), desc="reading states for the start", unit=" windows", mininterval=1, delay=1):
+        for i in tqdm(range(number), desc="reading states for the start", unit=" windows", mininterval=1, delay=1):
             yield store.batch("train", [i * count // number]).to(self.target.device)
 
     def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:

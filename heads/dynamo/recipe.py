@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from tqdm import tqdm
 
 from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
@@ -148,7 +148,7 @@ class DynaMoRecipe(HeadsRecipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, count = self.options, len(store.starts["train"])
         if options.mask_entries:
-            documents = Bar(store.responses(), "counting n-grams", count, unit=" documents", mininterval=1)
+            documents = tqdm(store.responses(), "counting n-grams", count, unit=" documents", mininterval=1)
             chunks = itertools.chain.from_iterable(documents)
             vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(

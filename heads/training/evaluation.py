@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
+from tqdm import tqdm
 
-from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.tokens import TokenStore
@@ -79,7 +79,7 @@ def evaluate(
     size = max(1, options.batch_size // (options.accumulation * processes.num_processes))
     sums: dict[str, float] = {}
     total = 0.0
-    progress = Bar(
+    progress = tqdm(
         total=windows * store.length,
         unit=" tokens",
         unit_scale=True,

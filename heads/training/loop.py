@@ -6,16 +6,17 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import recipe_of
-from vllm_ppd.heads.progress import Bar, say
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import WORK, RunFacts, unfinished_run
@@ -34,6 +35,11 @@ CURVE = "curve.jsonl"  # training loss and held-out figures by step, beside the 
 POINTS = 500  # most training losses in it
 TIMED = 2  # steps to time; the first is slower
 MakeRecipe = Callable[[Any, Target], Recipe]
+
+
+def say(text: str) -> None:
+    """Print a line to stderr without breaking a bar."""
+    tqdm.write(text, file=sys.stderr)
 
 
 def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str, Any]:
@@ -245,7 +251,7 @@ class _Run:
         options, facts = self.options, self.facts
         if not facts.step:
             facts.before = self._evaluate("before").figures
-        progress = Bar(
+        progress = tqdm(
             initial=facts.step * self.tokens_a_step,
             total=self.steps * self.tokens_a_step,
             unit=" tokens",
@@ -287,7 +293,7 @@ class _Run:
     def seconds_a_step(self) -> float:
         """Time an optimiser step."""
         seconds = 0.0
-        with Bar(desc="timing training steps", total=TIMED * self.tokens_a_step, unit=" tokens") as bar:
+        with tqdm(desc="timing training steps", total=TIMED * self.tokens_a_step, unit=" tokens") as bar:
             for _ in range(TIMED):
                 self.facts.step = 0
                 started = time.monotonic()
@@ -306,7 +312,7 @@ class _Run:
             shown["accepted"] = f"{last.accepted:.3f}"
         return shown
 
-    def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float | None, bool]:
+    def _loss_and_gradient(self, progress: tqdm, stop: list[int]) -> tuple[float | None, bool]:
         """Accumulate the gradient over the step's windows.
 
         A single process that is to stop returns after the current part of the step, which is done

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
+from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import NO_RESPONSE, Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
@@ -22,7 +23,6 @@ from vllm_ppd.heads.data.records import Document
 from vllm_ppd.heads.data.special_tokens import control_tokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
-from vllm_ppd.heads.progress import Bar
 
 SPLITS = ("train", "held_out")
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; document's first
@@ -241,7 +241,7 @@ def _write_tokens(
     train, held = (folder / f"{split}.tokens" for split in SPLITS)
     with train.open("wb") as train_file, held.open("wb") as held_file:
         file = train_file
-        for document in Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1):
+        for document in tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1):
             ids = document.ids or []
             if _needs_end(document, end, control):
                 ids = [*ids, end]

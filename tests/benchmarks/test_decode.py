@@ -19,8 +19,8 @@ from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.storage import Results
 from vllm_ppd.benchmarks.systems import systems_of, theorem
-from vllm_ppd.vllm_plugins.cli.arguments import options_from
-from vllm_ppd.vllm_plugins.cli.main import main, make_parser
+from vllm_ppd.vllm_plugins.cli.arguments import parse
+from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
 CP = str(DEMO.parent / "heads" / "cp")
 
@@ -220,8 +220,8 @@ def test_make_evidence_has_valid_commands() -> None:
     commands = [command for command in commands if command]
     assert len(commands) == 6
     for command in commands:
-        args = make_parser().parse_args(["bench", "decode", *shlex.split(command)])
-        assert options_from(DecodeOptions, args).out.startswith("build/evidence/")
+        _, given = parse(["bench", "decode", *shlex.split(command)], COMMANDS, "ppd")
+        assert isinstance(given, DecodeOptions) and given.out.startswith("build/evidence/")
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
-from vllm_ppd.vllm_plugins.config.resolve import PARTITION, WORKER, DraftingConfig
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.platform import PARTITION
+from vllm_ppd.vllm_plugins.registry import METHODS, WORKER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
     from vllm_ppd.heads.base import HeadsConfig
+    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
 
 
 def refuse_target(options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any) -> None:

@@ -11,14 +11,10 @@ from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.config.refusals import refuse_options
-from vllm_ppd.vllm_plugins.registry import ENGINE, METHODS, MethodSpec
+from vllm_ppd.vllm_plugins.registry import METHODS, WORKER, MethodSpec
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.base import HeadsConfig
-
-
-PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
-WORKER = f"{ENGINE}.v2.worker.DraftingWorker"
 
 
 class DraftingConfig(DraftingOptions):

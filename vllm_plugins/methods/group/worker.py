@@ -8,9 +8,9 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.config.resolve import PARTITION
 from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker, ModelRunner
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
+from vllm_ppd.vllm_plugins.platform import PARTITION
 
 logger = init_logger("vllm.vllm_ppd")
 

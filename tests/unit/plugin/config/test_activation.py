@@ -12,7 +12,7 @@ from conftest import Factory, our_log
 
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.config.resolve import WORKER
+from vllm_ppd.vllm_plugins.registry import WORKER
 
 
 def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:

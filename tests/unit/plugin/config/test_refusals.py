@@ -20,7 +20,8 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates, refuse_scheduling
-from vllm_ppd.vllm_plugins.config.resolve import PARTITION, resolve
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.platform import PARTITION
 
 PPD = "--speculative-model ppd"
 EARLY = f"{PPD} --ppd-exit-layer 3"
