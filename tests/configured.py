@@ -10,7 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 register()
 

@@ -33,7 +33,8 @@ from vllm_ppd.vllm_plugins.config.options import (
     parse_options,
 )
 from vllm_ppd.vllm_plugins.config.refusals import refuse_layers_read, refuse_scheduling, refuse_target
-from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig, Machine, resolve, with_default_method
+from vllm_ppd.vllm_plugins.config.resolve import Machine, resolve, with_default_method
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, is_speculator
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
     from vllm_ppd.heads.base import HeadsConfig
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 
 def refuse_target(options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any) -> None:

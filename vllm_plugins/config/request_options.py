@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 DRAFT, EPS_B = "ppd_draft", "ppd_eps_b"
 OPTIONS, PREFIX = (DRAFT, EPS_B), "ppd"

@@ -19,7 +19,7 @@ from vllm_ppd.kernels.sampling import Sampling
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import CutState
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 

@@ -22,7 +22,7 @@ from vllm_ppd.heads.files import digest_of
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.training.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
-from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
 from vllm_ppd.vllm_plugins.engine.metrics import Counters

@@ -25,7 +25,7 @@ from vllm_ppd.model_patches.branched import BranchedModel, TappedModel
 from vllm_ppd.model_patches.token_heads import build_layers
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 
 class PackedLinear:

@@ -22,7 +22,7 @@ from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, F
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 JOINT_AT_ONCE = 1 << 22  # entries

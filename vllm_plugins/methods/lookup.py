@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 

@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins.engine.drafter import ChainDrafter, DraftInputs
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from conftest import DEMO, Factory
-from unit.heads.generation.test_write import FakeEngine
+from conftest import DEMO, ROOT, Factory
 
 from vllm_ppd.heads.io import check_folder, load_calibration
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.cli import fit
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Condition = Callable[[Path], bool]
@@ -29,23 +26,23 @@ KILLS: tuple[Condition, ...] = (
 )
 
 
+FAKE = """
+import sys
+from unit.heads.generation.test_write import FakeEngine
+from vllm_ppd.vllm_plugins.cli import fit
+from vllm_ppd.vllm_plugins.cli.main import main
+fit.vllm_engine = lambda options: FakeEngine()
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def begin(words: list[str], log: Path, fake: bool) -> int:
     """Start a fit; returns the ID of its process."""
-    if not fake:
-        environment = {name: v for name, v in os.environ.items() if not name.startswith("VLLM_")}
-        program = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *words]
-        with log.open("a") as file:
-            return subprocess.Popen(program, stdout=file, stderr=file, env=environment).pid
-    if child := os.fork():  # a new process would take seconds to import torch
-        return child
-    code = 1
-    try:
-        with log.open("a") as sys.stdout, log.open("a") as sys.stderr:
-            torch.set_num_threads(1)  # a forked process has no other
-            fit.vllm_engine = lambda options: FakeEngine()  # type: ignore[assignment]
-            code = main(words)
-    finally:
-        os._exit(code)
+    environment = {name: v for name, v in os.environ.items() if not name.startswith("VLLM_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
+    with log.open("a") as file:
+        return subprocess.Popen([sys.executable, *program, *words], stdout=file, stderr=file, env=environment).pid
 
 
 @pytest.mark.parametrize("fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])])

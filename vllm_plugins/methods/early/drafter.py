@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 

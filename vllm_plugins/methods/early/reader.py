@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.engine.drafter import joined
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
-    from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import LMHead
 
 LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies

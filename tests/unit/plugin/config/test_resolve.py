@@ -14,7 +14,8 @@ from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_
 from vllm_ppd.heads.base import Calibrated, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
-from vllm_ppd.vllm_plugins.config.resolve import CPU, DraftingConfig, Machine, resolve
+from vllm_ppd.vllm_plugins.config.resolve import CPU, Machine, resolve
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, WORKER
 
 GROUP = METHODS["ppd"].group

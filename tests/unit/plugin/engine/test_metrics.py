@@ -20,7 +20,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
-from vllm_ppd.vllm_plugins.config.resolve import DraftingConfig, resolve
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, COUNTERS, Counters, totals
 from vllm_ppd.vllm_plugins.patches import statistics
 
