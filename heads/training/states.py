@@ -106,8 +106,8 @@ class StatesCache:
                 part_file.replace(paths[at])  # a kill leaves no half of a file
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
-            values = torch.cat([tensors[name] for tensors in stored])
-            return values.to(batch.input_ids.device, dtype)
+            # Converted first: autocast to bfloat16 refuses to join float16.
+            return torch.cat([tensors[name].to(dtype) for tensors in stored]).to(batch.input_ids.device)
 
         states = TargetStates(final=joined("final", target.dtype))
         with torch.no_grad():
