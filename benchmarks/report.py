@@ -2,11 +2,13 @@
 """Markdown tables and plots from files of results.
 
     python -m vllm_ppd.benchmarks.report FILE.json ...                    # print tables
-    python -m vllm_ppd.benchmarks.report FILE.json --plot speeds.svg      # draw greedy speed-ups
-    python -m vllm_ppd.benchmarks.report --page                           # write benchmarks/results/README.md
+    # draw greedy speed-ups
+    python -m vllm_ppd.benchmarks.report FILE.json --plot speeds.svg
+    # write benchmarks/results/README.md
+    python -m vllm_ppd.benchmarks.report --page
 
-The page has a section for each benchmarks/results/NAME.json, with the title and the notes of
-NAME.md.
+The page has a section for each benchmarks/results/NAME.json, with the title and the
+notes of NAME.md.
 """
 
 import argparse
@@ -55,7 +57,9 @@ def bootstrap(statistic: Callable[..., Any], *values: Sequence[float]) -> Estima
         values: columns of n numbers.
     """
     arrays = [np.asarray(column, dtype=float) for column in values]
-    chosen = np.random.default_rng(0).integers(len(arrays[0]), size=(RESAMPLES, len(arrays[0])))
+    chosen = np.random.default_rng(0).integers(
+        len(arrays[0]), size=(RESAMPLES, len(arrays[0]))
+    )
     samples = statistic(*(array[chosen] for array in arrays))
     low, high = np.quantile(samples, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(float(statistic(*arrays)), float(low), float(high))
@@ -71,11 +75,15 @@ def ratio_of_sums(numerators: Any, denominators: Any) -> Any:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table with padded columns; columns without values are left out."""
-    columns = [[name, *(str(row[number]) for row in rows)] for number, name in enumerate(header)]
+    columns = [
+        [name, *(str(row[number]) for row in rows)]
+        for number, name in enumerate(header)
+    ]
     columns = [column for column in columns if set(column[1:]) != {"-"}]
     widths = [max(map(len, column)) for column in columns]
     lines = [
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in zip(*columns, strict=True)
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in zip(*columns, strict=True)
     ]
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -84,7 +92,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def turns_of(run: Run, name: str, **place: Any) -> list[Turn]:
     """The turns of a system, at a batch size or in a category if one is given."""
     wanted = {"contender": name, **place}
-    return [turn for turn in run["turns"] if all(turn.get(key) == wanted[key] for key in wanted)]
+    return [
+        turn
+        for turn in run["turns"]
+        if all(turn.get(key) == wanted[key] for key in wanted)
+    ]
 
 
 def values_of(turns: list[Turn], key: str) -> list[float]:
@@ -94,7 +106,8 @@ def values_of(turns: list[Turn], key: str) -> list[float]:
 def speeds(run: Run, name: str, batch: int) -> dict[tuple[int, int], float]:
     """Tokens per second of a system's turns, by group (of older results) and round."""
     return {
-        (turn.get("group", 0), turn["round"]): turn["window_tokens"] / turn["window_seconds"]
+        (turn.get("group", 0), turn["round"]): turn["window_tokens"]
+        / turn["window_seconds"]
         for turn in turns_of(run, name, batch=batch)
     }
 
@@ -122,7 +135,10 @@ def speed_table(run: Run) -> str:
             continue
         cells = [str(speed_up(run, name, size) or "-") for size in sizes]
         if name == BASE:
-            cells = [f"{median([*speeds(run, name, size).values()]):.1f} tokens/s" for size in sizes]
+            cells = [
+                f"{median([*speeds(run, name, size).values()]):.1f} tokens/s"
+                for size in sizes
+            ]
         same = "-"
         if not run["options"]["temperature"]:
             same = share(turns, "same_tokens", "compared_tokens", "{:.2%}")
@@ -137,7 +153,10 @@ def speed_table(run: Run) -> str:
                 f"{memory / 1e6:.0f}" if memory else "-",
             ]
         )
-    return markdown(["system", *batches, "Theorem 4.1", "accepted", "same tokens", "memory MB"], rows)
+    return markdown(
+        ["system", *batches, "Theorem 4.1", "accepted", "same tokens", "memory MB"],
+        rows,
+    )
 
 
 def acceptance_table(run: Run) -> str:
@@ -151,24 +170,45 @@ def acceptance_table(run: Run) -> str:
         steps = request_steps(turns)
         same = "-"
         if not run["options"]["temperature"]:
-            same = f"{prompts - sum(len(turn['differ']) for turn in turns)} of {prompts}"
+            same = (
+                f"{prompts - sum(len(turn['differ']) for turn in turns)} of {prompts}"
+            )
         accepted = bootstrap(ratio_of_sums, values_of(turns, "accepted_tokens"), steps)
         drafted = sum(values_of(turns, "draft_tokens")) / sum(steps)
-        rows.append([name, same, accepted, by_position(turns), f"{drafted:.2f}", run.get("costs", {}).get(name, "-")])
-    return markdown(["system", "same text", "accepted", "by position", "drafted", "cost"], rows)
+        rows.append(
+            [
+                name,
+                same,
+                accepted,
+                by_position(turns),
+                f"{drafted:.2f}",
+                run.get("costs", {}).get(name, "-"),
+            ]
+        )
+    return markdown(
+        ["system", "same text", "accepted", "by position", "drafted", "cost"], rows
+    )
 
 
 def request_steps(turns: list[Turn]) -> list[int]:
     """Decode steps of all requests in each turn; older results name them steps."""
-    return [turn["request_steps"] if "request_steps" in turn else turn["steps"] for turn in turns]
+    return [
+        turn["request_steps"] if "request_steps" in turn else turn["steps"]
+        for turn in turns
+    ]
 
 
 def by_position(turns: list[Turn]) -> str:
     """The share of steps in which the drafts up to each position were accepted."""
     lengths = [turn.get("accepted_lengths", []) for turn in turns]
     positions = range(1, max(map(len, lengths)))
-    reached = [sum(sum(counts[position:]) for counts in lengths) for position in positions]
-    return ", ".join(f"{count / sum(request_steps(turns)):.2f}" for count in reached) or "-"
+    reached = [
+        sum(sum(counts[position:]) for counts in lengths) for position in positions
+    ]
+    return (
+        ", ".join(f"{count / sum(request_steps(turns)):.2f}" for count in reached)
+        or "-"
+    )
 
 
 def category_table(run: Run) -> str:
@@ -180,7 +220,10 @@ def category_table(run: Run) -> str:
     for name in run["contenders"]:
         turns = [turns_of(run, name, category=category) for category in categories]
         if name != BASE and all(turns):
-            sums = [sum(values_of(some, "accepted_tokens")) / sum(request_steps(some)) for some in turns]
+            sums = [
+                sum(values_of(some, "accepted_tokens")) / sum(request_steps(some))
+                for some in turns
+            ]
             rows.append([name, *(f"{value:.2f}" for value in sums)])
     return markdown(["accepted", *categories], rows)
 
@@ -193,10 +236,14 @@ def report(runs: list[Run]) -> str:
         if not run["turns"]:
             continue
         options = run["options"]
-        sampling = f"temperature {options['temperature']:g}, top-p {options.get('top_p', 1):g}"
+        sampling = (
+            f"temperature {options['temperature']:g}, top-p {options.get('top_p', 1):g}"
+        )
         blocks.append(
-            f"{options['model']}, {options['dtype']}, {sampling if options['temperature'] else 'greedy'}, "
-            f"{options['new_tokens']} tokens; {run['machine']}; commit {str(run['git'])[:7]}"
+            f"{options['model']}, {options['dtype']}, "
+            f"{sampling if options['temperature'] else 'greedy'}, "
+            f"{options['new_tokens']} tokens; {run['machine']}; commit "
+            f"{str(run['git'])[:7]}"
         )
         if "part" in run["turns"][0]:
             blocks += [acceptance_table(run), category_table(run)]
@@ -211,7 +258,9 @@ def report(runs: list[Run]) -> str:
 def rows_table(data: dict[str, Any]) -> str:
     """The rows of any other file of results, as they are stored."""
     header = list(dict.fromkeys(name for row in data["rows"] for name in row))
-    return markdown(header, [[row.get(name, "-") for name in header] for row in data["rows"]])
+    return markdown(
+        header, [[row.get(name, "-") for name in header] for row in data["rows"]]
+    )
 
 
 def section(path: Path) -> str:
@@ -220,8 +269,13 @@ def section(path: Path) -> str:
     about = path.with_suffix(".md")
     notes = about.read_text().strip() if about.exists() else f"# {path.stem}"
     runs = data.get("runs", [data])
-    commands = [f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}." for run in runs]
-    table = report(runs) if "runs" in data else f"{data['machine']}\n\n{rows_table(data)}"
+    commands = [
+        f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}."
+        for run in runs
+    ]
+    table = (
+        report(runs) if "runs" in data else f"{data['machine']}\n\n{rows_table(data)}"
+    )
     return "\n\n".join([f"#{notes}", *dict.fromkeys(commands), table])
 
 
@@ -229,7 +283,11 @@ def plot(path: Path, out: Path) -> None:
     """Draw the greedy speed-ups of a file over the batch size, with their intervals."""
     import matplotlib.pyplot as plt
 
-    run = next(run for run in json.loads(path.read_text())["runs"] if not run["options"]["temperature"])
+    run = next(
+        run
+        for run in json.loads(path.read_text())["runs"]
+        if not run["options"]["temperature"]
+    )
     sizes = sorted({turn["batch"] for turn in run["turns"]})
     plt.rcParams["svg.fonttype"] = "none"  # text stays text
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -238,9 +296,20 @@ def plot(path: Path, out: Path) -> None:
         if name == BASE or None in estimates:
             continue
         value, low, high = np.array(estimates).T
-        axes.errorbar(sizes, value, yerr=(value - low, high - value), marker="o", capsize=3, label=name)
+        axes.errorbar(
+            sizes,
+            value,
+            yerr=(value - low, high - value),
+            marker="o",
+            capsize=3,
+            label=name,
+        )
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(title=f"Greedy decoding, {run['machine']}", xlabel="requests", ylabel="speed-up over vLLM alone")
+    axes.set(
+        title=f"Greedy decoding, {run['machine']}",
+        xlabel="requests",
+        ylabel="speed-up over vLLM alone",
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
@@ -248,14 +317,22 @@ def plot(path: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the first file")
-    parser.add_argument("--page", action="store_true", help="write the page of stored results")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="draw the first file"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="write the page of stored results"
+    )
     args = parser.parse_args()
     if args.page:
         sections = [section(path) for path in sorted(RESULTS.glob("*.json"))]
-        page = "\n\n".join([(RESULTS / "introduction.md").read_text().strip(), *sections])
+        page = "\n\n".join(
+            [(RESULTS / "introduction.md").read_text().strip(), *sections]
+        )
         (RESULTS / "README.md").write_text(page + "\n")
     elif args.plot:
         plot(args.files[0], args.plot)

@@ -17,7 +17,13 @@ from vllm_ppd.benchmarks import BenchError
 Run = dict[str, Any]
 Turn = dict[str, Any]
 PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic")
-SAME = ("options", "contenders", "versions", "machine", "git")  # what a continued run shares
+SAME = (
+    "options",
+    "contenders",
+    "versions",
+    "machine",
+    "git",
+)  # what a continued run shares
 
 
 def provenance() -> dict[str, Any]:
@@ -56,7 +62,9 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or None
 
 
@@ -77,7 +85,9 @@ def read_runs(path: Path) -> list[Run]:
     try:
         runs: list[Run] = json.loads(path.read_text())["runs"]
     except (ValueError, KeyError, TypeError):
-        raise BenchError(f"{path} is not a file of results; give another --out") from None
+        raise BenchError(
+            f"{path} is not a file of results; give another --out"
+        ) from None
     return runs
 
 

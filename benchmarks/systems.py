@@ -40,7 +40,8 @@ def systems_of(options: DecodeOptions) -> list[System]:
     """vLLM alone, a second engine of it, and the systems that the options name.
 
     Raises:
-        BenchError, HeadsError: if a checkpoint is missing, or a system is no speculative_config.
+        BenchError, HeadsError: if a checkpoint is missing, or a system is no
+            speculative_config.
     """
     if options.group:
         return worker_groups(options)
@@ -50,9 +51,15 @@ def systems_of(options: DecodeOptions) -> list[System]:
     systems += [from_heads(folder, options.drafts) for folder in options.heads]
     drafts = options.drafts or DRAFTS
     if "ppd" in options.plain:
-        systems.append(System("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}))
+        systems.append(
+            System("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts})
+        )
     if "ngram" in options.plain:
-        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4, "num_speculative_tokens": drafts}
+        lookup = {
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 4,
+            "num_speculative_tokens": drafts,
+        }
         systems.append(System("ngram", {"method": "ngram", **lookup}))
     if options.eagle is not None:
         systems.append(from_eagle(options.eagle, drafts))
@@ -60,7 +67,10 @@ def systems_of(options: DecodeOptions) -> list[System]:
     names = [system.name for system in systems]
     for name in names:
         if names.count(name) > 1:
-            raise BenchError(f"two systems have the name {name!r}; name one of them with --also NAME=...")
+            raise BenchError(
+                f"two systems have the name {name!r}; name one of them with --also "
+                "NAME=..."
+            )
     adaptive = options.adaptive
     if options.acceptance and adaptive is None:
         adaptive = False
@@ -83,9 +93,13 @@ def from_heads(folder: str, drafts: int | None) -> System:
 def from_eagle(folder: str, drafts: int) -> System:
     config = Path(folder) / "config.json"
     if not config.is_file():
-        raise BenchError(f"--eagle {folder} has no config.json; give a checkpoint folder")
+        raise BenchError(
+            f"--eagle {folder} has no config.json; give a checkpoint folder"
+        )
     method = "eagle3" if "eagle3" in config.read_text().lower() else "eagle"
-    return System(method, {"method": method, "model": folder, "num_speculative_tokens": drafts})
+    return System(
+        method, {"method": method, "model": folder, "num_speculative_tokens": drafts}
+    )
 
 
 def from_json(text: str, drafts: int | None) -> System:
@@ -95,7 +109,9 @@ def from_json(text: str, drafts: int | None) -> System:
     except ValueError:
         config = None
     if not isinstance(config, dict):
-        raise BenchError(f"--also {text}: not NAME={{JSON}}; give a speculative_config, as in --help")
+        raise BenchError(
+            f"--also {text}: not NAME={{JSON}}; give a speculative_config, as in --help"
+        )
     engine = config.pop("engine", {})
     if config and drafts is not None:
         config.setdefault("num_speculative_tokens", drafts)
@@ -105,7 +121,9 @@ def from_json(text: str, drafts: int | None) -> System:
 def worker_groups(options: DecodeOptions) -> list[System]:
     """Two pipeline stages twice, groups, and two tensor-parallel ranks."""
     if len(options.heads) > 1:
-        raise BenchError("--heads: give a single folder of early heads for worker groups")
+        raise BenchError(
+            "--heads: give a single folder of early heads for worker groups"
+        )
     config: dict[str, Any] = {
         "method": "ppd",
         "num_speculative_tokens": options.drafts or MICRO_STEPS - 1,
@@ -115,7 +133,11 @@ def worker_groups(options: DecodeOptions) -> list[System]:
         config["model"] = options.heads[0]
     systems = [System(BASE, None, STAGES), System(CONTROL, None, STAGES)]
     for candidates in options.group:
-        systems.append(System(f"group, k = {candidates}", config | {"candidates": candidates}, STAGES))
+        systems.append(
+            System(
+                f"group, k = {candidates}", config | {"candidates": candidates}, STAGES
+            )
+        )
     systems.append(System("TP 2", None, {"tensor_parallel_size": 2}))
     return systems
 
@@ -127,7 +149,9 @@ class Theorem(NamedTuple):
     compute: float  # layers in all: the latency, and k (d - d_bar)
 
 
-def theorem(num_layers: int, split: int, candidates: int, match_rate: float, tokens: int) -> Theorem:
+def theorem(
+    num_layers: int, split: int, candidates: int, match_rate: float, tokens: int
+) -> Theorem:
     """Expected latency and compute per token.
 
     Args:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` of a heads folder, in speculators' layout: what the heads are and for which target they were made.
+"""`config.json` of a heads folder, in speculators' layout: what the heads are and for
+which target they were made.
 
-Each kind of heads derives a class from HeadsConfig, which registers it by its kind; a kind's own fields stand beside
-speculators' keys.
+Each kind of heads derives a class from HeadsConfig, which registers it by its kind; a
+kind's own fields stand beside speculators' keys.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from vllm_ppd.heads.training.options import TrainingOptions
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS: dict[str, type[HeadsConfig]] = {}  # the kinds imported so far; kinds.py imports all of them
+KINDS: dict[
+    str, type[HeadsConfig]
+] = {}  # the kinds imported so far; kinds.py imports all of them
 
 Shapes = dict[str, list[int]]
-MOST_NUMBERS = 1 << 35  # in all tensors together; whole classifiers of a large vocabulary have about 2^33
+MOST_NUMBERS = (
+    1 << 35
+)  # in all tensors together; whole classifiers of a large vocabulary have about 2^33
 MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
@@ -31,15 +36,17 @@ Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
 RecommendedDrafts = Annotated[
     Drafts,
     Field(
-        validation_alias=AliasPath("speculators_config", "proposal_methods", 0, "speculative_tokens"),
+        validation_alias=AliasPath(
+            "speculators_config", "proposal_methods", 0, "speculative_tokens"
+        ),
         description="drafts per step recommended for these heads",
     ),
 ]
 
 
 class TargetFingerprint(BaseModel):
-    """Hashes of a target in hexadecimal, by which another one is told from it (target.py); fields of
-    earlier versions are ignored."""
+    """Hashes of a target in hexadecimal, by which another one is told from it
+    (target.py); fields of earlier versions are ignored."""
 
     vocabulary: str | None = None  # of the token-to-ID map (None: not recorded)
     lm_head: str | None = None  # of sampled rows (None: not recorded)
@@ -59,10 +66,19 @@ class Calibrated(BaseModel):
     """Measurements of `ppd calibrate` on one device, which are valid for that device only."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    device: str = Field(min_length=1, max_length=200, description="name of the device that was measured")
+    device: str = Field(
+        min_length=1, max_length=200, description="name of the device that was measured"
+    )
     num_speculative_tokens_per_batch_size: list[
-        Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]], Field(min_length=3, max_length=3)]
-    ] = Field(min_length=1, max_length=1024, description="[first batch size, last batch size, drafts], as in vLLM")
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]],
+            Field(min_length=3, max_length=3),
+        ]
+    ] = Field(
+        min_length=1,
+        max_length=1024,
+        description="[first batch size, last batch size, drafts], as in vLLM",
+    )
 
     @model_validator(mode="after")
     def _in_order(self) -> Calibrated:
@@ -70,26 +86,38 @@ class Calibrated(BaseModel):
         for first, last, drafts in self.num_speculative_tokens_per_batch_size:
             if first != expected or last < first or drafts > MOST_DRAFTS:
                 raise ValueError(
-                    f"num_speculative_tokens_per_batch_size must have ranges from 1 on without gaps, with at most "
-                    f"{MOST_DRAFTS} drafts"
+                    "num_speculative_tokens_per_batch_size must have ranges from 1 "
+                    f"on without gaps, with at most {MOST_DRAFTS} drafts"
                 )
             expected = last + 1
         return self
 
 
 class HeadsConfig(BaseModel, ABC):
-    """Configuration that all kinds share. A kind adds its fields, its tensors and the cost of drafting with it."""
+    """Configuration that all kinds share. A kind adds its fields, its tensors and the
+    cost of drafting with it.
+    """
 
     # Strict: neither true nor 2.0 is a number of layers.
-    model_config = ConfigDict(populate_by_name=True, protected_namespaces=(), strict=True)
+    model_config = ConfigDict(
+        populate_by_name=True, protected_namespaces=(), strict=True
+    )
     kind: ClassVar[str]  # as speculators' algorithm name
     architecture: ClassVar[str]
-    method: ClassVar[str]  # the plugin's name of the drafting method that reads these heads
+    method: ClassVar[
+        str
+    ]  # the plugin's name of the drafting method that reads these heads
     options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
     parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores
-    tensor_names: ClassVar[str]  # a regular expression for tensor names that only these heads have
-    counts: ClassVar[tuple[str, ...]] = ()  # name prefixes of tensors that hold counts or n-grams
-    files_beside: ClassVar[tuple[str, ...]] = ()  # safetensors files of further tensors, if any
+    tensor_names: ClassVar[
+        str
+    ]  # a regular expression for tensor names that only these heads have
+    counts: ClassVar[
+        tuple[str, ...]
+    ] = ()  # name prefixes of tensors that hold counts or n-grams
+    files_beside: ClassVar[
+        tuple[str, ...]
+    ] = ()  # safetensors files of further tensors, if any
 
     verifier: str = Field(
         validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
@@ -99,7 +127,10 @@ class HeadsConfig(BaseModel, ABC):
     )
     num_speculative_tokens: RecommendedDrafts
     draft_vocab_size: int | None = Field(
-        None, ge=16, description="size of the default draft vocabulary: the most frequent tokens (None: all)"
+        None,
+        ge=16,
+        description="size of the default draft vocabulary: the most frequent tokens "
+        "(None: all)",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
@@ -114,12 +145,20 @@ class HeadsConfig(BaseModel, ABC):
     def _bounded(self) -> HeadsConfig:
         if self.draft_vocab_size is not None:
             if self.counts_tensor is None:
-                raise ValueError("draft_vocab_size needs token counts, which these heads do not have")
+                raise ValueError(
+                    "draft_vocab_size needs token counts, which these heads do not have"
+                )
             if self.draft_vocab_size > self.target.vocab_size:
-                raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
+                raise ValueError(
+                    "draft_vocab_size is more than the vocabulary of "
+                    f"{self.target.vocab_size}"
+                )
         numbers = sum(map(math.prod, self.shapes().values()))
         if numbers > MOST_NUMBERS:
-            raise ValueError(f"these heads would have {numbers:.1e} numbers, more than the {MOST_NUMBERS:,} allowed")
+            raise ValueError(
+                f"these heads would have {numbers:.1e} numbers, more than the "
+                f"{MOST_NUMBERS:,} allowed"
+            )
         return self
 
     @abstractmethod
@@ -131,13 +170,16 @@ class HeadsConfig(BaseModel, ABC):
         """A description of the heads in a few words."""
 
     @abstractmethod
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+    def work(
+        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
+    ) -> Work:
         """What drafting reads per step.
 
         Args:
             drafts: of a step.
             vocabulary: share of it that is drafted.
-            exit_layer: where drafts are read, by heads that have a choice (None: the exit that they recommend).
+            exit_layer: where drafts are read, by heads that have a choice (None: the
+                exit that they recommend).
         """
 
     @abstractmethod
@@ -145,7 +187,8 @@ class HeadsConfig(BaseModel, ABC):
         """Every setting in the kind's parts, on greedy texts or on sampled ones."""
 
     def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
-        """(Layer, k, whether by heads, share of tokens among the k best there), by which a worker group is planned.
+        """(Layer, k, whether by heads, share of tokens among the k best there), by
+        which a worker group is planned.
 
         None for kinds that read no exit layers.
         """
@@ -154,7 +197,10 @@ class HeadsConfig(BaseModel, ABC):
     @property
     def recommended(self) -> dict[str, Any]:
         """Options of the server, by name, that these heads recommend a value for."""
-        return {"num_speculative_tokens": self.num_speculative_tokens, "draft_vocab_size": self.draft_vocab_size}
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "draft_vocab_size": self.draft_vocab_size,
+        }
 
     @property
     def max_drafts(self) -> int | None:
@@ -163,12 +209,16 @@ class HeadsConfig(BaseModel, ABC):
 
     @property
     def counts_tensor(self) -> str | None:
-        """The name of the tensor with token counts, from which draft vocabularies are made (None: there is none)."""
+        """The name of the tensor with token counts, from which draft vocabularies are
+        made (None: there is none).
+        """
         return None
 
     @property
     def names_target(self) -> bool:
-        """Whether these heads describe their target completely; heads of other projects may not name it."""
+        """Whether these heads describe their target completely; heads of other projects
+        may not name it.
+        """
         return True
 
     @property
@@ -191,7 +241,8 @@ class HeadsConfig(BaseModel, ABC):
         return tensor.startswith(cls.counts)
 
     def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse counts, known not to be negative, that no corpus can have (nothing by default).
+        """Refuse counts, known not to be negative, that no corpus can have (nothing by
+        default).
 
         Raises:
             ValueError: saying what is wrong with them.
@@ -199,12 +250,18 @@ class HeadsConfig(BaseModel, ABC):
 
     @property
     def layer_shapes(self) -> Shapes | None:
-        """Shapes by name of the target's decoder layer that the heads have layers like (None: they have none)."""
+        """Shapes by name of the target's decoder layer that the heads have layers like
+        (None: they have none).
+        """
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """The dictionary in speculators' layout, from which model_validate makes the same configuration."""
-        fields = self.model_dump(mode="json", exclude={"verifier", "num_speculative_tokens", "target"})
+        """The dictionary in speculators' layout, from which model_validate makes the
+        same configuration.
+        """
+        fields = self.model_dump(
+            mode="json", exclude={"verifier", "num_speculative_tokens", "target"}
+        )
         if self.calibration is None:
             del fields["calibration"]
         return {
@@ -214,7 +271,10 @@ class HeadsConfig(BaseModel, ABC):
                 "algorithm": self.kind,
                 "default_proposal_method": "greedy",
                 "proposal_methods": [
-                    {"proposal_type": "greedy", "speculative_tokens": self.num_speculative_tokens},
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": self.num_speculative_tokens,
+                    },
                 ],
                 "verifier": {"name_or_path": self.verifier, "architectures": []},
             },

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of a heads folder (README.md), which the Hub shows, made from the files beside it."""
+"""The model card of a heads folder (README.md), which the Hub shows, made from the
+files beside it.
+"""
 
 import os
 from pathlib import Path
@@ -13,12 +15,17 @@ from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 
 NAME = "README.md"
-BEGIN = "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
+BEGIN = (
+    "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
+)
 END = "<!-- vllm-ppd: end -->"
 
 
-def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None) -> None:
-    """Write the model card, or rewrite the part between its marks; what a user wrote around them stays.
+def write_card(
+    folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None
+) -> None:
+    """Write the model card, or rewrite the part between its marks; what a user wrote
+    around them stays.
 
     A card without the marks is the user's and is left alone.
 
@@ -50,7 +57,8 @@ def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration:
 
 
 def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> str:
-    name, target = shown_target(config), config.target
+    name = shown_target(config)
+    target = config.target
     served = name if hub_name(config.verifier) else "TARGET"
     held_out = [
         f"- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
@@ -59,18 +67,21 @@ def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> st
     lines = [
         f"# {config.kind} heads for {name}",
         "",
-        "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target",
-        "model, through the plugin `vllm-ppd`. The target verifies every draft, so the output keeps its",
+        "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts "
+        "tokens of the target",
+        "model, through the plugin `vllm-ppd`. The target verifies every draft, so "
+        "the output keeps its",
         "distribution, up to rounding.",
         "",
-        f"- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, hidden size "
-        f"{target.hidden_size}, vocabulary {target.vocab_size})",
+        f"- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, "
+        f"hidden size {target.hidden_size}, vocabulary {target.vocab_size})",
         f"- heads: {config.kind}: {config.describe()}, {config.dtype}",
         f"- recommended drafts per step: {config.num_speculative_tokens}",
         f"- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens",
         *held_out,
         "",
-        f"    vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files",
+        f"    vllm serve {served} --speculative-model HEADS    # this repository, or "
+        "a folder with its files",
         "",
         "## Calibration",
         "",
@@ -81,4 +92,8 @@ def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> st
 
 def shown_target(config: HeadsConfig) -> str:
     """The name of the target without the folders of the disk that it was on."""
-    return Path(config.verifier).name if os.path.isabs(config.verifier) else config.verifier
+    return (
+        Path(config.verifier).name
+        if os.path.isabs(config.verifier)
+        else config.verifier
+    )

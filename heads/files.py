@@ -30,29 +30,43 @@ def check_is_folder(folder: str | os.PathLike[str]) -> None:
     """
     name = os.fspath(folder)
     if not os.path.isdir(name):
-        raise HeadsError(f"heads folder {quoted(name)} does not exist; give a folder with config.json")
+        raise HeadsError(
+            f"heads folder {quoted(name)} does not exist; give a folder with "
+            "config.json"
+        )
 
 
-def read_json_object(path: Path, most: int, instead: str = "write the heads again") -> dict[str, Any]:
+def read_json_object(
+    path: Path, most: int, instead: str = "write the heads again"
+) -> dict[str, Any]:
     """The object in a JSON file of at most `most` bytes.
 
     Raises:
         MissingFile: if there is no such file.
-        HeadsError: if it is too large or holds no JSON object; `instead` says what to do then.
+        HeadsError: if it is too large or holds no JSON object; `instead` says what to
+            do then.
     """
     if not path.is_file():
         folder = quoted(str(path.parent))
-        raise MissingFile(f"heads folder {folder} has no {path.name}; is this the right folder?")
+        raise MissingFile(
+            f"heads folder {folder} has no {path.name}; is this the right folder?"
+        )
     size = path.stat().st_size
     if size > most:
-        raise HeadsError(f"{named(path)} has {size:,} bytes, more than {most:,}; {instead}")
+        raise HeadsError(
+            f"{named(path)} has {size:,} bytes, more than {most:,}; {instead}"
+        )
     try:
         data = from_json(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = shortened(str(error), LONGEST_VALUE)
-        raise HeadsError(f"{named(path)} is not valid JSON ({reason}); {instead}") from None
+        raise HeadsError(
+            f"{named(path)} is not valid JSON ({reason}); {instead}"
+        ) from None
     if not isinstance(data, dict):
-        raise HeadsError(f"{named(path)} holds {quoted(data)}, not an object; {instead}")
+        raise HeadsError(
+            f"{named(path)} holds {quoted(data)}, not an object; {instead}"
+        )
     return data
 
 
@@ -70,7 +84,9 @@ def write_text(path: Path, text: str) -> None:
         new.write_text(text, encoding="utf-8")
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> None:
     """Write a safetensors file whole or not at all.
 
     Raises:
@@ -87,11 +103,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Open a new file that replaces `path`, synced to disk, when the block ends without an error."""
+    """Open a new file that replaces `path`, synced to disk, when the block ends without
+    an error.
+    """
     new = path.with_name(path.name + ".part")
     new.unlink(missing_ok=True)
     new.touch()
-    mode = new.stat().st_mode & 0o777  # by the umask; safetensors lets only the owner read
+    mode = (
+        new.stat().st_mode & 0o777
+    )  # by the umask; safetensors lets only the owner read
     try:
         yield new
         new.chmod(mode)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads on the Hub by name, ORGANISATION/NAME[@REVISION].
 
-huggingface_hub fetches their files into its cache, so its offline mode, tokens and endpoint apply.
+huggingface_hub fetches their files into its cache, so its offline mode, tokens and
+endpoint apply.
 """
 
 import os
@@ -30,7 +31,9 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | os.PathLike[str]) -> HubName | None:
-    """Parse a name on the Hub; None for a local path and for anything that cannot be such a name."""
+    """Parse a name on the Hub; None for a local path and for anything that cannot be
+    such a name.
+    """
     text = os.fspath(name)
     match = _NAME.fullmatch(text)
     if match is None or os.path.lexists(text) or text.endswith(".gguf"):
@@ -40,7 +43,9 @@ def hub_name(name: str | os.PathLike[str]) -> HubName | None:
 
 @contextmanager
 def token(value: str | bool | None) -> Iterator[None]:
-    """Use another token than that of the environment or of `hf auth login`, such as vLLM's --hf-token."""
+    """Use another token than that of the environment or of `hf auth login`, such as
+    vLLM's --hf-token.
+    """
     before = _token.set(value)
     try:
         yield
@@ -65,7 +70,9 @@ def folder_of(name: str | os.PathLike[str], file: str) -> str:
     if repository is None:
         return os.fspath(name)
     with _errors_in_a_line(repository):
-        path = hf_hub_download(repository.repo, file, revision=repository.revision, token=_token.get())
+        path = hf_hub_download(
+            repository.repo, file, revision=repository.revision, token=_token.get()
+        )
     return os.path.dirname(path)
 
 
@@ -113,8 +120,11 @@ def pinned(name: str | os.PathLike[str], file: str) -> str:
     return str(HubName(repository.repo, Path(folder_of(name, file)).name))
 
 
-def remote_tensors(name: str, beside: Iterable[str]) -> dict[str, tuple[str, list[int], str]]:
-    """File, shape and dtype of each tensor of heads on the Hub, from the files' headers alone.
+def remote_tensors(
+    name: str, beside: Iterable[str]
+) -> dict[str, tuple[str, list[int], str]]:
+    """File, shape and dtype of each tensor of heads on the Hub, from the files' headers
+    alone.
 
     Args:
         name: of the heads.
@@ -129,9 +139,13 @@ def remote_tensors(name: str, beside: Iterable[str]) -> dict[str, tuple[str, lis
     assert repository is not None
     with _errors_in_a_line(repository):
         api = HfApi(token=_token.get())
-        files = api.get_safetensors_metadata(repository.repo, revision=repository.revision).files_metadata
+        files = api.get_safetensors_metadata(
+            repository.repo, revision=repository.revision
+        ).files_metadata
         for file in beside:
-            files[file] = api.parse_safetensors_file_metadata(repository.repo, file, revision=repository.revision)
+            files[file] = api.parse_safetensors_file_metadata(
+                repository.repo, file, revision=repository.revision
+            )
     return {
         tensor: (file, list(info.shape), str(info.dtype))
         for file, header in files.items()
@@ -146,6 +160,8 @@ def _errors_in_a_line(repository: HubName) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # also of huggingface_hub's HTTP client
-        kind = MissingFile if isinstance(error, RemoteEntryNotFoundError) else HeadsError
+        kind = (
+            MissingFile if isinstance(error, RemoteEntryNotFoundError) else HeadsError
+        )
         what = f"{quoted(str(repository))} is not a folder, and cannot be read from the Hub"
         raise kind(f"{what}: {error}") from None

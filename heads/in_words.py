@@ -6,7 +6,9 @@ from typing import Any
 
 
 def in_words(value: Any) -> str:
-    """A JSON value on one line without its brackets: lists with commas, objects as `name: value`."""
+    """A JSON value on one line without its brackets: lists with commas, objects as
+    `name: value`.
+    """
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -14,7 +16,10 @@ def in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {in_words(item)}" for name, item in value.items()) or "none"
+        return (
+            ", ".join(f"{name}: {in_words(item)}" for name, item in value.items())
+            or "none"
+        )
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(in_words, value)) or "none"
     return str(value)
@@ -32,9 +37,17 @@ def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
         width = max(3, len(title), *map(len, column))
         if all(map(_is_number, column)):
             rule = "-" * (width - 1) + ":"
-            columns.append([title.rjust(width), rule, *(cell.rjust(width) for cell in column)])
+            columns.append(
+                [title.rjust(width), rule, *(cell.rjust(width) for cell in column)]
+            )
         else:
-            columns.append([title.ljust(width), "-" * width, *(cell.ljust(width) for cell in column)])
+            columns.append(
+                [
+                    title.ljust(width),
+                    "-" * width,
+                    *(cell.ljust(width) for cell in column),
+                ]
+            )
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is executed.
+"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing
+in it is executed.
 
-The config names the target and the sizes that the heads depend on, so a mismatch is refused before
-a model loads. A name on the Hub may be given in place of a folder (hub.py).
+The config names the target and the sizes that the heads depend on, so a mismatch is
+refused before a model loads. A name on the Hub may be given in place of a folder
+(hub.py).
 """
 
 from __future__ import annotations
@@ -27,11 +29,23 @@ from vllm_ppd.heads.files import (
     write_tensors,
     write_text,
 )
-from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors, whole_folder
+from vllm_ppd.heads.hub import (
+    cached,
+    folder_of,
+    hub_name,
+    pinned,
+    remote_tensors,
+    whole_folder,
+)
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.weight_files import WEIGHTS_NAME, Stored, damage_in_a_line, stored_tensors
+from vllm_ppd.heads.weight_files import (
+    WEIGHTS_NAME,
+    Stored,
+    damage_in_a_line,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +55,13 @@ CONFIG_NAME = "config.json"
 CALIBRATION_NAME = "calibration.json"
 LONGEST_CONFIG = 1 << 20  # bytes
 LONGEST_CALIBRATION = 16 << 20
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I32": "int32", "I64": "int64"}
+DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 class _Place(NamedTuple):
@@ -60,7 +80,9 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
         return None
 
 
-def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = None) -> Config:
+def load_config(
+    folder: str | os.PathLike[str], wanted: type[Config] | None = None
+) -> Config:
     """Read and check `config.json`.
 
     Args:
@@ -68,26 +90,37 @@ def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = No
         wanted: refuse heads of any other class.
 
     Raises:
-        HeadsError: if the folder or the file is missing, is of another kind, or lacks or mistypes a field.
+        HeadsError: if the folder or the file is missing, is of another kind, or lacks
+            or mistypes a field.
     """
     folder = folder_of(folder, CONFIG_NAME)
     check_is_folder(folder)
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path, LONGEST_CONFIG)
     kind = kind_in(data)
-    kinds = [name for name, config in KINDS.items() if issubclass(config, wanted or HeadsConfig)]
+    kinds = [
+        name
+        for name, config in KINDS.items()
+        if issubclass(config, wanted or HeadsConfig)
+    ]
     if kind is None or kind not in kinds:
         found = quoted(kind or data.get("speculators_model_type"))
         expected = ", ".join(map(repr, kinds))
-        raise HeadsError(f"{named(path)} holds heads of kind {found}; expected kind {expected}")
+        raise HeadsError(
+            f"{named(path)} holds heads of kind {found}; expected kind {expected}"
+        )
     try:
         return cast(Config, KINDS[kind].model_validate(data))
     except ValidationError as error:
-        raise HeadsError(f"{named(path)}: {first_problem(error)}; correct it, or write the heads again") from None
+        raise HeadsError(
+            f"{named(path)}: {first_problem(error)}; correct it, or write the heads "
+            "again"
+        ) from None
 
 
 def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
-    """Check a heads folder completely: its configuration, and every number of its weights.
+    """Check a heads folder completely: its configuration, and every number of its
+    weights.
 
     Raises:
         HeadsError: as load_tensors.
@@ -96,17 +129,20 @@ def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
     return config
 
 
-def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConfig, bool]:
-    """The configuration of heads, checked as far as is possible without fetching weights.
+def described(
+    name: str | os.PathLike[str], *files: str
+) -> tuple[str, HeadsConfig, bool]:
+    """The configuration of heads, checked as far as is possible without fetching
+    weights.
 
     Args:
         name: a folder, or a name on the Hub.
         files: further files to fetch if the heads have them.
 
     Returns:
-        The folder with the configuration and these files; the configuration; whether the numbers of
-        the weights were checked. For heads on the Hub whose weights are not in its cache, only
-        names, shapes and dtypes are.
+        The folder with the configuration and these files; the configuration; whether
+        the numbers of the weights were checked. For heads on the Hub whose weights are
+        not in its cache, only names, shapes and dtypes are.
 
     Raises:
         HeadsError: as load_tensors.
@@ -131,11 +167,13 @@ def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConf
 def load_tensors(
     folder: str | os.PathLike[str], wanted: type[Config] | None = None
 ) -> tuple[Config, dict[str, torch.Tensor]]:
-    """Load a heads folder and check it: its configuration, and the tensors that this names, mapped from the file.
+    """Load a heads folder and check it: its configuration, and the tensors that this
+    names, mapped from the file.
 
     Raises:
-        HeadsError: as load_config; if weights are missing or damaged; if a tensor is missing, has
-            another shape or dtype, or holds non-finite numbers or impossible counts.
+        HeadsError: as load_config; if weights are missing or damaged; if a tensor is
+            missing, has another shape or dtype, or holds non-finite numbers or
+            impossible counts.
     """
     folder = whole_folder(folder)
     config = load_config(folder, wanted)
@@ -143,11 +181,16 @@ def load_tensors(
     stored = stored_tensors(folder, config.files_beside)
     tensors: dict[str, torch.Tensor] = {}
     for name, place in _check_header(config, stored, whole).items():
-        with damage_in_a_line(place.path), safe_open(place.path, framework="pt") as file:
+        with (
+            damage_in_a_line(place.path),
+            safe_open(place.path, framework="pt") as file,
+        ):
             tensor = file.get_tensor(place.name)
         if not config.is_count(name) and not tensor.isfinite().all():
             problem = f"tensor {quoted(place.name)} has numbers that are not finite"
-            raise HeadsError(f"{named(place.path)}: {problem}; train or copy the heads again")
+            raise HeadsError(
+                f"{named(place.path)}: {problem}; train or copy the heads again"
+            )
         tensors[name] = tensor
     try:
         _check_counts(config, tensors)
@@ -164,7 +207,11 @@ def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
         return []
 
 
-def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
+def save_heads(
+    folder: str | os.PathLike[str],
+    config: HeadsConfig,
+    tensors: dict[str, torch.Tensor],
+) -> None:
     """Write a heads folder; each file is written atomically, the config last.
 
     Floating-point tensors are stored in the config's dtype.
@@ -175,7 +222,10 @@ def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dic
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config.dtype)
     stored = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        .detach()
+        .cpu()
+        .contiguous()
         for name, tensor in tensors.items()
     }
     write_tensors(folder / WEIGHTS_NAME, stored, {"format": "pt"})
@@ -184,7 +234,9 @@ def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dic
 
 def save_config(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
     """Write the configuration of heads whose weights exist already."""
-    write_text(Path(folder) / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
+    write_text(
+        Path(folder) / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n"
+    )
 
 
 def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
@@ -194,10 +246,14 @@ def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
         HeadsError: if one of them is missing or malformed.
     """
     try:
-        return config.parts.model_validate(parts, context={"num_layers": config.target.num_hidden_layers})
+        return config.parts.model_validate(
+            parts, context={"num_layers": config.target.num_hidden_layers}
+        )
     except ValidationError as error:
         again = f"run `ppd calibrate {quoted(str(path.parent))} --data FILE` again"
-        raise HeadsError(f"{named(path)}: parts.{first_problem(error)}; {again}") from None
+        raise HeadsError(
+            f"{named(path)}: parts.{first_problem(error)}; {again}"
+        ) from None
 
 
 def load_calibration(folder: str | os.PathLike[str]) -> Parts:
@@ -208,18 +264,23 @@ def load_calibration(folder: str | os.PathLike[str]) -> Parts:
         HeadsError: if it is not finished, or malformed.
     """
     result = read_calibration(folder)
-    return parts_of(load_config(folder), result.get("parts"), Path(folder) / CALIBRATION_NAME)
+    return parts_of(
+        load_config(folder), result.get("parts"), Path(folder) / CALIBRATION_NAME
+    )
 
 
 def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The finished calibration of a heads folder as it is stored, without a check of its parts.
+    """The finished calibration of a heads folder as it is stored, without a check of
+    its parts.
 
     Raises:
         MissingFile, HeadsError: as load_calibration.
     """
     path = Path(folder) / CALIBRATION_NAME
     again = f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
-    unfinished = f"heads in {quoted(os.fspath(folder))} have no finished calibration; {again}"
+    unfinished = (
+        f"heads in {quoted(os.fspath(folder))} have no finished calibration; {again}"
+    )
     try:
         result = read_json_object(path, LONGEST_CALIBRATION, f"{again} again")
     except MissingFile:
@@ -229,8 +290,11 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return result
 
 
-def _check_header(config: HeadsConfig, stored: dict[str, Stored], whole: Path) -> dict[str, _Place]:
-    """Check the names, shapes and dtypes in the files' headers against the configuration.
+def _check_header(
+    config: HeadsConfig, stored: dict[str, Stored], whole: Path
+) -> dict[str, _Place]:
+    """Check the names, shapes and dtypes in the files' headers against the
+    configuration.
 
     Args:
         config: of the heads.
@@ -247,7 +311,9 @@ def _check_header(config: HeadsConfig, stored: dict[str, Stored], whole: Path) -
     for name, expected in config.shapes().items():
         found = [other for other in config.stored_names(name) if other in stored]
         if not found:
-            raise HeadsError(f"{named(whole)} has no tensor {quoted(name)}; write the heads again")
+            raise HeadsError(
+                f"{named(whole)} has no tensor {quoted(name)}; write the heads again"
+            )
         path, shape, dtype = stored[found[0]]
         what = f"{named(path)}: tensor {quoted(found[0])}"
         if list(shape) != expected:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of heads: each has a folder, whose config registers itself when it is imported here.
+"""The kinds of heads: each has a folder, whose config registers itself when it is
+imported here.
 
-KINDS lists them. `recipe.py` and `calibration.py` are beside a kind's `config.py`; they load
-torch, so they are imported only when needed.
+KINDS lists them. `recipe.py` and `calibration.py` are beside a kind's `config.py`; they
+load torch, so they are imported only when needed.
 """
 
 from importlib import import_module
@@ -14,12 +15,23 @@ from vllm_ppd.heads.dynamo import config as dynamo
 from vllm_ppd.heads.early import config as early
 from vllm_ppd.heads.recurrent import config as recurrent
 
-__all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "kind_in", "recipe_of", "recurrent"]
+__all__ = [
+    "KINDS",
+    "calibration_of",
+    "cp",
+    "dynamo",
+    "early",
+    "kind_in",
+    "recipe_of",
+    "recurrent",
+]
 
 
 def kind_in(data: dict[str, Any]) -> str | None:
     """The kind of heads that a config.json describes; None if it is none of ours."""
-    return next((kind for kind, config in KINDS.items() if config.is_named_in(data)), None)
+    return next(
+        (kind for kind, config in KINDS.items() if config.is_named_in(data)), None
+    )
 
 
 def recipe_of(kind: str) -> Any:
@@ -28,7 +40,9 @@ def recipe_of(kind: str) -> Any:
 
 
 def calibration_of(kind: str) -> Any:
-    """The module `calibration.py` of a kind, with PARTS (measurements of `ppd calibrate` by name) and `tables`."""
+    """The module `calibration.py` of a kind, with PARTS (measurements of `ppd
+    calibrate` by name) and `tables`.
+    """
     return _beside(kind, "calibration")
 
 

@@ -17,7 +17,9 @@ class InUse(HeadsError):
 
 
 @contextlib.contextmanager
-def writing_folder(folder: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
+def writing_folder(
+    folder: str | os.PathLike[str], named: str = "--out"
+) -> Iterator[None]:
     """Become the only writer of a folder, which is made if it is missing.
 
     Args:
@@ -53,10 +55,14 @@ def _locked(file: Path, what: str) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise InUse(f"{what} is being written by another process; wait for it, or give another path") from None
+        raise InUse(
+            f"{what} is being written by another process; wait for it, or give "
+            "another path"
+        ) from None
     except OSError as error:
         raise HeadsError(
-            f"{what} cannot be written ({error.strerror}); make it writable, or give another path"
+            f"{what} cannot be written ({error.strerror}); make it writable, or give "
+            "another path"
         ) from None
     try:
         yield

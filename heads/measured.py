@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored parts of a calibration, typed by each kind of heads, and the drafting settings made from them.
+"""The stored parts of a calibration, typed by each kind of heads, and the drafting
+settings made from them.
 
-Reading needs no torch. Reports and plans read these parts; figures that only reports show are stored untyped.
+Reading needs no torch. Reports and plans read these parts; figures that only reports
+show are stored untyped.
 """
 
 from collections.abc import Mapping
@@ -12,7 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[int, Field(ge=1, le=10**9, strict=False)]  # JSON's keys are strings
-Seconds = Annotated[dict[Number, Annotated[float, Field(ge=1e-12, le=1e6)]], Field(min_length=1, max_length=256)]
+Seconds = Annotated[
+    dict[Number, Annotated[float, Field(ge=1e-12, le=1e6)]],
+    Field(min_length=1, max_length=256),
+]
 T = TypeVar("T")
 
 
@@ -34,7 +39,9 @@ class Timing(Stored):
 
     seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
-    transform_in_layers: Amount = 0.0  # a d x d matrix relative to a decoder layer; missing in early calibrations
+    transform_in_layers: Amount = (
+        0.0  # a d x d matrix relative to a decoder layer; missing in early calibrations
+    )
 
 
 class Counts(Stored):
@@ -54,7 +61,9 @@ class ByDrafts(Stored):
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
     repeated_4_grams: Share = 0.0
     covers: Share = 1.0  # share of the training text that the draft vocabulary covers
-    by_category: dict[str, list[Share]] = Field(default_factory=dict)  # drafts accepted per step at each position
+    by_category: dict[str, list[Share]] = Field(
+        default_factory=dict
+    )  # drafts accepted per step at each position
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
@@ -63,7 +72,9 @@ def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
     return by_texts
 
 
-ByTexts = Annotated[dict[Annotated[str, Field(max_length=80)], T], AfterValidator(_on_two_texts)]
+ByTexts = Annotated[
+    dict[Annotated[str, Field(max_length=80)], T], AfterValidator(_on_two_texts)
+]
 
 
 def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
@@ -73,7 +84,9 @@ def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
 
 
 class Parts(Stored):
-    """The parts of a calibration; each kind adds its own. They are validated with `num_layers` of the target."""
+    """The parts of a calibration; each kind adds its own. They are validated with
+    `num_layers` of the target.
+    """
 
     timing: Timing
 
@@ -94,13 +107,20 @@ class Setting(NamedTuple):
     drafts: int  # most drafts per cycle, n
     drafted: float  # drafts per cycle, on average
     length: float  # tokens per cycle
-    layers: float  # decoder layers that drafting adds to a pass, the heads' own d x d transforms among them
+    # decoder layers that drafting adds to a pass, the heads' own d x d transforms among
+    # them
+    layers: float
     reads: float  # reads of the whole LM head that it adds
     rows: int = 1  # hidden states of a request in each such read
     exit_layer: int | None = None  # layer at which early drafts are read
     trained: bool = True  # whether heads draft
-    served: dict[str, Any] | None = None  # the server's options for this setting (None: only the heads can specify it)
+    served: dict[str, Any] | None = (
+        # the server's options for this setting (None: only the heads can specify it)
+        None
+    )
 
     def cycle(self, num_layers: int, head_share: float) -> float:
-        """Work of a cycle in full passes at batch 1, where memory bandwidth is the limit; h is the LM head's share."""
+        """Work of a cycle in full passes at batch 1, where memory bandwidth is the
+        limit; h is the LM head's share.
+        """
         return 1 + self.layers * (1 - head_share) / num_layers + head_share * self.reads

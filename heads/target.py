@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of heads on this disk: finding it by the name in their `config.json`, and checking that it matches.
+"""The target of heads on this disk: finding it by the name in their `config.json`, and
+checking that it matches.
 
-No model is loaded: configuration, vocabulary and a few rows of the LM head tell two models apart.
+No model is loaded: configuration, vocabulary and a few rows of the LM head tell two
+models apart.
 """
 
 import copy
@@ -26,36 +28,52 @@ LM_HEAD_NAMES = (
 )
 TOKENIZER_NAME = "tokenizer.json"
 SAMPLED_ROWS = 64
-DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
+DTYPES = (
+    "F32",
+    "BF16",
+    "F16",
+)  # as safetensors names them; float32 holds their values exactly
 
 
 def find_target(name: str, folder: str | os.PathLike[str]) -> str:
     """The path or name by which to load the target that heads name.
 
-    A relative path is looked up in the heads' folder and the folders above it, so that it travels with a checkout, and
-    then in the current folder.
+    A relative path is looked up in the heads' folder and the folders above it, so that
+    it travels with a checkout, and then in the current folder.
 
     Args:
         name: `name_or_path` of the heads' verifier.
         folder: the heads folder.
 
     Returns:
-        The name itself if it leads to a model from here, or to nothing (it may be a name on the Hub); else a path.
+        The name itself if it leads to a model from here, or to nothing (it may be a
+        name on the Hub); else a path.
     """
     path = _from(folder, name) if name else None
-    return name if path is None or (_is_model(name) and os.path.samefile(name, path)) else path
+    return (
+        name
+        if path is None or (_is_model(name) and os.path.samefile(name, path))
+        else path
+    )
 
 
 def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
-    """The name of the target to store in a heads folder: a relative path only if it leads back to the target."""
+    """The name of the target to store in a heads folder: a relative path only if it
+    leads back to the target.
+    """
     if os.path.isabs(name) or not _is_model(name):
         return name
     path = _from(folder, name)
-    return name if path is not None and os.path.samefile(name, path) else os.path.abspath(name)
+    return (
+        name
+        if path is not None and os.path.samefile(name, path)
+        else os.path.abspath(name)
+    )
 
 
 def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -> None:
-    """Refuse a target that is not on this disk and cannot be a name on the Hub (offline: is not in its cache).
+    """Refuse a target that is not on this disk and cannot be a name on the Hub
+    (offline: is not in its cache).
 
     Args:
         target: as find_target returned it; empty if the heads do not name it.
@@ -70,25 +88,33 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     from huggingface_hub.utils import validate_repo_id
 
     if not target:
-        raise HeadsError(f"the heads in {quoted(os.fspath(folder))} do not name their target; {instead}")
+        raise HeadsError(
+            f"the heads in {quoted(os.fspath(folder))} do not name their target; "
+            f"{instead}"
+        )
     if _is_model(target):
         return
     try:
         validate_repo_id(target)
-        if not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(target, "config.json"), str):
+        if not constants.HF_HUB_OFFLINE or isinstance(
+            try_to_load_from_cache(target, "config.json"), str
+        ):
             return
     except HFValidationError:
         pass
     raise HeadsError(
-        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} was not found there, in the folders "
-        f"above, or in the current folder; {instead}"
+        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} was not "
+        f"found there, in the folders above, or in the current folder; {instead}"
     )
 
 
 def _from(folder: str | os.PathLike[str], name: str) -> str | None:
     """The path of a model by that name in a folder or in one above it; None if there is none."""
     here = Path(folder).resolve()
-    return next((str(base / name) for base in (here, *here.parents) if _is_model(base / name)), None)
+    return next(
+        (str(base / name) for base in (here, *here.parents) if _is_model(base / name)),
+        None,
+    )
 
 
 def _is_model(path: str | os.PathLike[str]) -> bool:
@@ -109,8 +135,8 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
 def tokenizer_hashes(file: Path) -> dict[str, Any]:
     """The tokenizer's field of a fingerprint, from a tokenizer.json.
 
-    The map from tokens to ids is hashed, as versions of transformers write the same tokenizer to
-    different files. It is None for a file with another layout.
+    The map from tokens to ids is hashed, as versions of transformers write the same
+    tokenizer to different files. It is None for a file with another layout.
     """
     try:
         content = json.loads(file.read_bytes())
@@ -119,7 +145,10 @@ def tokenizer_hashes(file: Path) -> dict[str, Any]:
             ids = {(number, word) for word, number in known.items()}
         else:
             ids = {(number, word) for number, (word, *_) in enumerate(known)}
-        ids |= {(token["id"], token["content"]) for token in content.get("added_tokens") or []}
+        ids |= {
+            (token["id"], token["content"])
+            for token in content.get("added_tokens") or []
+        }
     except (ValueError, TypeError, KeyError):
         return {"vocabulary": None}
     text = json.dumps(sorted(ids))
@@ -127,9 +156,11 @@ def tokenizer_hashes(file: Path) -> dict[str, Any]:
 
 
 def _lm_head_hash(folder: Path) -> str | None:
-    """The hash of the LM head's shape, dtype, and first and last 64 rows, which are read in milliseconds.
+    """The hash of the LM head's shape, dtype, and first and last 64 rows, which are
+    read in milliseconds.
 
-    None if the folder has no safetensors, or stores the LM head in an integer or 8-bit format.
+    None if the folder has no safetensors, or stores the LM head in an integer or 8-bit
+    format.
     """
     import torch
 
@@ -139,7 +170,8 @@ def _lm_head_hash(folder: Path) -> str | None:
         return None
     with safe_open(folder / files[name], framework="pt") as file:
         rows = file.get_slice(name)
-        shape, dtype = rows.get_shape(), rows.get_dtype()
+        shape = rows.get_shape()
+        dtype = rows.get_dtype()
         if dtype not in DTYPES:
             return None
         ends = torch.cat([rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]])
@@ -148,7 +180,9 @@ def _lm_head_hash(folder: Path) -> str | None:
 
 
 def _tensor_files(model_folder: Path) -> dict[str, str]:
-    """The file of each tensor of a safetensors checkpoint, by name; empty without such a checkpoint."""
+    """The file of each tensor of a safetensors checkpoint, by name; empty without such
+    a checkpoint.
+    """
     index = model_folder / "model.safetensors.index.json"
     whole = model_folder / "model.safetensors"
     if index.is_file():
@@ -169,19 +203,21 @@ def check_target(
     fingerprint: TargetFingerprint,
     strict: bool = False,
 ) -> str | None:
-    """Refuse heads of a target with other sizes or another vocabulary, naming the field that differs.
+    """Refuse heads of a target with other sizes or another vocabulary, naming the field
+    that differs.
 
     Args:
         config: of the heads.
         folder: theirs.
         hidden_size, vocab_size, num_hidden_layers: of the target at hand.
         fingerprint: of the target at hand.
-        strict: whether to refuse other weights, too. Drafts of a fine-tune or of a copy in another
-            dtype are verified, so they need no refusal, but measurements belong to the target that
-            the heads name.
+        strict: whether to refuse other weights, too. Drafts of a fine-tune or of a copy
+            in another dtype are verified, so they need no refusal, but measurements
+            belong to the target that the heads name.
 
     Returns:
-        A sentence about other weights, for a warning; None if they are the same, or cannot be compared.
+        A sentence about other weights, for a warning; None if they are the same, or
+        cannot be compared.
 
     Raises:
         HeadsError: on the first difference.
@@ -200,17 +236,24 @@ def check_target(
             raise HeadsError(f"{other}: {problem}; use the heads of this model")
     ours = config.fingerprint
     if _differ(ours.vocabulary, fingerprint.vocabulary):
-        raise HeadsError(f"{other}: the hash of its vocabulary differs; use the heads of this model")
+        raise HeadsError(
+            f"{other}: the hash of its vocabulary differs; use the heads of this model"
+        )
     if not _differ(ours.lm_head, fingerprint.lm_head):
         return None
     weights = f"{other}: its lm_head has other values (a fine-tune, or a copy in another dtype)"
     if strict:
         raise HeadsError(f"{weights}; use the heads of this model")
-    return f"{weights}. Drafts are verified, so the output is right, but fewer may be accepted than calibrated"
+    return (
+        f"{weights}. Drafts are verified, so the output is right, but fewer may be "
+        "accepted than calibrated"
+    )
 
 
 def _differ(ours: str | None, theirs: str | None) -> bool:
-    """Whether two hashes differ; one of them may not be recorded, or of a target not on this disk yet."""
+    """Whether two hashes differ; one of them may not be recorded, or of a target not on
+    this disk yet.
+    """
     return bool(ours and theirs and ours != theirs)
 
 
@@ -224,8 +267,8 @@ def check_on_disk(
     """Compare heads with a target on this disk, by its files alone.
 
     Returns:
-        A sentence about other weights (as check_target), empty if there is none; None if the target
-        is not on this disk.
+        A sentence about other weights (as check_target), empty if there is none; None
+        if the target is not on this disk.
 
     Raises:
         HeadsError: on the first difference.
@@ -253,7 +296,9 @@ def check_on_disk(
     return weights or ""
 
 
-def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: Any) -> None:
+def check_layers(
+    config: HeadsConfig, folder: str | os.PathLike[str], target: Any
+) -> None:
     """Refuse heads with decoder layers that differ from the target's.
 
     Args:
@@ -262,22 +307,27 @@ def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: An
         target: transformers' configuration of the target's text model.
 
     Raises:
-        HeadsError: naming the first tensor that is missing, unknown, or of another shape.
+        HeadsError: naming the first tensor that is missing, unknown, or of another
+            shape.
     """
     shapes = config.layer_shapes
     expected = None if shapes is None else decoder_layer(target)
     if shapes is None or expected is None:
         return
     for name in sorted({*shapes, *expected}):
-        ours, theirs = shapes.get(name, "none"), expected.get(name, "none")
+        ours = shapes.get(name, "none")
+        theirs = expected.get(name, "none")
         if ours != theirs:
             problem = f"layer_tensors: {quoted(name)} has shape {ours}, but {theirs} in the target"
             instead = "use the heads of this model, or train them again"
-            raise HeadsError(f"heads in {quoted(os.fspath(folder))}: {problem}; {instead}")
+            raise HeadsError(
+                f"heads in {quoted(os.fspath(folder))}: {problem}; {instead}"
+            )
 
 
 def decoder_layer(target: Any) -> Shapes | None:
-    """Names and shapes of the last decoder layer's tensors, from a transformers model without weights.
+    """Names and shapes of the last decoder layer's tensors, from a transformers model
+    without weights.
 
     None for a target that transformers cannot build, or whose layers are not found.
     """
@@ -290,6 +340,10 @@ def decoder_layer(target: Any) -> Shapes | None:
     try:
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(target).base_model.layers
-        return {name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()}
-    except Exception:  # may run any family's code; loading the model reports what is wrong
+        return {
+            name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+        }
+    except (
+        Exception
+    ):  # may run any family's code; loading the model reports what is wrong
         return None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a heads folder: `model.safetensors`, or the shards of an index, and files beside them."""
+"""The weights of a heads folder: `model.safetensors`, or the shards of an index, and
+files beside them.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,9 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-COUNTS_NAME = "token_counts.safetensors"  # for heads whose published weights are not changed
+COUNTS_NAME = (
+    "token_counts.safetensors"  # for heads whose published weights are not changed
+)
 LONGEST_INDEX = 16 << 20  # bytes
 
 
@@ -28,7 +32,8 @@ class Stored(NamedTuple):
 
 
 def file_names(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the weights' files in a folder: the shards if there is an index and no whole file.
+    """The names of the weights' files in a folder: the shards if there is an index and
+    no whole file.
 
     Raises:
         HeadsError: if the index is damaged.
@@ -38,11 +43,15 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
         return [WEIGHTS_NAME]
     places = read_json_object(index, LONGEST_INDEX).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise HeadsError(f"{named(index)} has no weight_map; copy or write the heads again")
+        raise HeadsError(
+            f"{named(index)} has no weight_map; copy or write the heads again"
+        )
     return sorted(set(map(str, places.values())))
 
 
-def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -> dict[str, Stored]:
+def stored_tensors(
+    folder: str | os.PathLike[str], beside: Sequence[str] = ()
+) -> dict[str, Stored]:
     """Every tensor in the files of a folder's weights, by its name in the file.
 
     Args:
@@ -58,7 +67,10 @@ def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -
     for name in [*file_names(folder), *there]:
         path = Path(folder, name)
         if not path.is_file():
-            raise MissingFile(f"heads folder {quoted(str(folder))} has no {name}; save the heads as safetensors")
+            raise MissingFile(
+                f"heads folder {quoted(str(folder))} has no {name}; save the heads as "
+                "safetensors"
+            )
         with damage_in_a_line(path), safe_open(path, framework="np") as file:
             for tensor in file.keys():  # noqa: SIM118 (no mapping)
                 rows = file.get_slice(tensor)
@@ -73,4 +85,6 @@ def damage_in_a_line(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         problem = f"is not whole safetensors ({shortened(str(error), LONGEST_VALUE)})"
-        raise HeadsError(f"{named(path)} {problem}; copy or write the heads again") from None
+        raise HeadsError(
+            f"{named(path)} {problem}; copy or write the heads again"
+        ) from None

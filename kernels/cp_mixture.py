@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rank-r canonical decomposition of the next n tokens' probability, as a mixture of r experts in log space.
+"""The rank-r canonical decomposition of the next n tokens' probability, as a mixture of
+r experts in log space.
 
 P(x_1..x_n) = sum_a w_a prod_s P_a^(s)(x_s)   (CP heads, eq. 2)
 
-Everything is computed and returned in float32 (float64 stays float64); logs are natural.
+Everything is computed and returned in float32 (float64 stays float64); logs are
+natural.
 """
 
 import torch
@@ -11,7 +13,8 @@ from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, draw_rows
 
-# Floor of an expert's log-probability of a token; it keeps the weights finite where experts rule the token out.
+# Floor of an expert's log-probability of a token; it keeps the weights finite where
+# experts rule the token out.
 RULED_OUT = -1e5
 
 
@@ -24,7 +27,8 @@ def posterior(
     log_weights: torch.Tensor,  # [rows, r], before the token
     log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
 ) -> torch.Tensor:
-    """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised: [rows, r].
+    """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised:
+    [rows, r].
 
     A token that every expert rules out leaves the weights as they were.
     """
@@ -44,14 +48,28 @@ def chain_log_likelihood(
 
 def conditional_log_probs(
     log_weights: torch.Tensor,  # [rows, r]
-    log_factors: torch.Tensor,  # [rows, n, r, k], at k tokens of each position, the observed one first
-    known: torch.Tensor | None = None,  # [rows, n] bool: where the observed token is in the vocabulary (None: all)
+    # [rows, n, r, k], at k tokens of each position, the observed one first
+    log_factors: torch.Tensor,
+    known: torch.Tensor
+    # [rows, n] bool: where the observed token is in the vocabulary (None: all)
+    | None = None,
 ) -> torch.Tensor:
-    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; unknown observed tokens leave the weights alone."""
+    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; unknown observed
+    tokens leave the weights alone.
+    """
     terms = []
     for position, factor in enumerate(log_factors.unbind(dim=1)):
-        terms.append(torch.logsumexp(at_least_float32(log_weights)[..., None] + at_least_float32(factor), dim=1))
-        seen = factor[..., 0] if known is None else factor[..., 0].where(known[:, position, None], 0.0)
+        terms.append(
+            torch.logsumexp(
+                at_least_float32(log_weights)[..., None] + at_least_float32(factor),
+                dim=1,
+            )
+        )
+        seen = (
+            factor[..., 0]
+            if known is None
+            else factor[..., 0].where(known[:, position, None], 0.0)
+        )
         log_weights = posterior(log_weights, seen)
     return torch.stack(terms, dim=1)
 
@@ -60,24 +78,31 @@ def mixture(
     log_weights: torch.Tensor,  # [rows, r], the posterior after the tokens so far
     log_factors: torch.Tensor,  # [rows, r, vocab], of the next position
 ) -> torch.Tensor:
-    """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq. 11 to 13): [rows, vocab].
+    """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq.
+    11 to 13): [rows, vocab].
 
-    As printed, eq. 13 lacks the factor of position s itself, and eq. 12 and 13 give the joint probability with the
-    tokens before s, whereas sampling needs the conditional. Both are corrected here: the posterior weights are
-    normalised, so the result is a distribution wherever the factors are.
+    As printed, eq. 13 lacks the factor of position s itself, and eq. 12 and 13 give the
+    joint probability with the tokens before s, whereas sampling needs the conditional.
+    Both are corrected here: the posterior weights are normalised, so the result is a
+    distribution wherever the factors are.
     """
     log_weights = torch.log_softmax(at_least_float32(log_weights), dim=-1)
-    return torch.logsumexp(log_weights.unsqueeze(-1) + at_least_float32(log_factors), dim=1)
+    return torch.logsumexp(
+        log_weights.unsqueeze(-1) + at_least_float32(log_factors), dim=1
+    )
 
 
 def balance_loss(
     log_weights: torch.Tensor,  # [tokens, r]
-    valid: torch.Tensor | None = None,  # [tokens] bool: the tokens that count (None: all)
+    valid: torch.Tensor
+    | None = None,  # [tokens] bool: the tokens that count (None: all)
 ) -> torch.Tensor:
-    """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest weight (eq. 10): a scalar.
+    """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest
+    weight (eq. 10): a scalar.
 
-    The counts have no gradient, so this is a straight-through estimate: the value comes from the hard counts,
-    the gradient from the mean soft weights. The loss is 0 for rank 1, and if no token counts.
+    The counts have no gradient, so this is a straight-through estimate: the value comes
+    from the hard counts, the gradient from the mean soft weights. The loss is 0 for
+    rank 1, and if no token counts.
     """
     if valid is not None:
         log_weights = log_weights[valid]
@@ -86,45 +111,61 @@ def balance_loss(
         return at_least_float32(log_weights).sum()
     weights = at_least_float32(log_weights).exp()
     soft = weights.mean(dim=0)
-    hard = functional.one_hot(weights.argmax(dim=-1), rank).to(weights.dtype).mean(dim=0)
+    hard = (
+        functional.one_hot(weights.argmax(dim=-1), rank).to(weights.dtype).mean(dim=0)
+    )
     return (hard + (soft - soft.detach()) - 1 / rank).square().sum()
 
 
 @torch.no_grad()
 def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before the first position
-    logits: torch.Tensor,  # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
-    first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits have no entry for it
-    sampling: Sampling | None = None,  # of each row, at the position before the first draft
-    token_ids: torch.Tensor | None = None,  # [vocab] int64, the entries' token IDs; None: 0, 1, ...
+    # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
+    logits: torch.Tensor,
+    first_token: torch.Tensor
+    | None,  # [rows] int64, position 1; -1 where the logits have no entry for it
+    sampling: Sampling
+    | None = None,  # of each row, at the position before the first draft
+    token_ids: torch.Tensor
+    | None = None,  # [vocab] int64, the entries' token IDs; None: 0, 1, ...
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft positions 2 to n; the first token and then each draft update the weights (section 2.4).
+    """Draft positions 2 to n; the first token and then each draft update the weights
+    (section 2.4).
 
-    The first token, which was not drawn from the mixture, updates the weights in log space. After that, probabilities
-    suffice: where an expert's probability of a token underflows float32, another expert's dominates the sum.
+    The first token, which was not drawn from the mixture, updates the weights in log
+    space. After that, probabilities suffice: where an expert's probability of a token
+    underflows float32, another expert's dominates the sum.
 
-    Greedy rows take the best token at each position. The joint's best chain, from a beam of 2 to 4 tokens per position,
-    is accepted less often (0.306 to 0.316 drafts per step against 0.320, demo model), and so is its first draft.
+    Greedy rows take the best token at each position. The joint's best chain, from a
+    beam of 2 to 4 tokens per position, is accepted less often (0.306 to 0.316 drafts
+    per step against 0.320, demo model), and so is its first draft.
 
     Args:
-        log_weights: the experts' log weights given the context; given the first token, too, if first_token is None.
+        log_weights: the experts' log weights given the context; given the first token,
+            too, if first_token is None.
         logits: before eq. 6's softmax, in any floating-point type.
-        first_token: the token that the target sampled; -1 leaves the weights as they are. None: draft all positions.
-        sampling: rows at a temperature of at least 1e-5 sample in proportion to mixture^(1/temperature), cut to their
-            top-k and top-p; the other rows take the arg-max (None: all rows do).
+        first_token: the token that the target sampled; -1 leaves the weights as they
+            are. None: draft all positions.
+        sampling: rows at a temperature of at least 1e-5 sample in proportion to
+            mixture^(1/temperature), cut to their top-k and top-p; the other rows take
+            the arg-max (None: all rows do).
         token_ids: the entries' token IDs, on which the noise of samples depends.
 
     Returns:
-        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the log weights after the last draft
-        [rows, r]).
+        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the log
+        weights after the last draft [rows, r]).
     """
-    # Keep the calls few: a pass over the model's weights evicts the code of each operator from the caches.
+    # Keep the calls few: a pass over the model's weights evicts the code of each
+    # operator from the caches.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_weights = at_least_float32(log_weights)
     if first_token is not None:
-        seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token)
+        seen = _of_token(
+            torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token
+        )
         seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
-        # Relative to the best expert, or a token that all experts rule out would round their weights.
+        # Relative to the best expert, or a token that all experts rule out would round
+        # their weights.
         log_weights = log_weights + seen.sub_(seen.amax(dim=-1, keepdim=True))
         logits = logits[:, 1:]
     weights = torch.softmax(log_weights, dim=-1)
@@ -134,13 +175,18 @@ def draft_chain(
         here = None if sampling is None else sampling.ahead(position)
         token = _drawn(weights, factors, here, token_ids)
         tokens.append(token)
-        weights = weights * _of_token(factors, token)  # a drawn token is possible under some expert
+        weights = weights * _of_token(
+            factors, token
+        )  # a drawn token is possible under some expert
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.stack(tokens, dim=1), weights.log()
 
 
 def _drawn(
-    weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, token_ids: torch.Tensor | None
+    weights: torch.Tensor,
+    factors: torch.Tensor,
+    sampling: Sampling | None,
+    token_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     """Pick an entry [rows] from the mixture of factors [rows, r, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
@@ -151,5 +197,9 @@ def _drawn(
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Each expert's factor [rows, r] of a token [rows], from factors [rows, r, vocab]; arbitrary for INVALID."""
-    return factors.gather(-1, token.clamp(min=0)[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+    """Each expert's factor [rows, r] of a token [rows], from factors [rows, r, vocab];
+    arbitrary for INVALID.
+    """
+    return factors.gather(
+        -1, token.clamp(min=0)[:, None, None].expand(-1, factors.shape[1], 1)
+    ).squeeze(-1)

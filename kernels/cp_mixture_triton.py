@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of CP drafts in two passes over the logits, with one launch where torch needs a dozen.
+"""The chain of CP drafts in two passes over the logits, with one launch where torch
+needs a dozen.
 
     softmax  once: parts of the log-sum-exp of every row, position and expert
     sum_up   once: that log-sum-exp
-    mix      per position: the mixture over experts and its best entry; where rows sample, the mixture's logarithm
+    mix      per position: the mixture over experts and its best entry; where rows
+             sample, the mixture's logarithm
     draw     per position, where rows sample (draws_triton.py)
-    advance  per position, a program per row: the winner, each expert's probability of it, the posterior (eq. 11 to 13)
+    advance  per position, a program per row: the winner, each expert's probability of
+             it, the posterior (eq. 11 to 13)
 
-The library's matrix product computes the logits (every expert and position is a row, so E* is read once).
+The library's matrix product computes the logits (every expert and position is a row, so
+E* is read once).
 """
 
 import torch
@@ -17,7 +21,13 @@ import triton.language as tl
 from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.sampling_triton import NOTHING, columns_of, pack, values_of, with_seeds
+from vllm_ppd.kernels.sampling_triton import (
+    NOTHING,
+    columns_of,
+    pack,
+    values_of,
+    with_seeds,
+)
 from vllm_ppd.kernels.sampling_triton import draw_next as draw_entry
 
 BLOCK_V = 2048  # vocabulary entries per program
@@ -36,7 +46,9 @@ def _softmax(
     line = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
+    values = tl.load(
+        logits + line * step + column, mask=inside, other=float("-inf")
+    ).to(tl.float32)
     peak = tl.max(values, axis=0)
     shift = tl.where((peak == float("-inf")) | (peak == float("inf")), 0.0, peak)
     at = line * tl.num_programs(1) + tl.program_id(1)
@@ -45,10 +57,18 @@ def _softmax(
 
 
 @triton.jit
-def _sum_up(maxima: tl.tensor, sums: tl.tensor, logsumexp: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> None:
+def _sum_up(
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    logsumexp: tl.tensor,
+    parts: tl.tensor,
+    PARTS: tl.constexpr,
+) -> None:
     line = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    largest = tl.load(maxima + line * parts + part, mask=part < parts, other=float("-inf"))
+    largest = tl.load(
+        maxima + line * parts + part, mask=part < parts, other=float("-inf")
+    )
     total = tl.load(sums + line * parts + part, mask=part < parts, other=0.0)
     # A part with only -inf has shift 0 and sum 0; NaN stays NaN.
     peak = tl.max(tl.where(total == 0, float("-inf"), largest), axis=0)
@@ -62,7 +82,8 @@ def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
     log_weights: tl.tensor,  # [rows, r] float32
-    drawn: tl.tensor,  # [rows, 1, vocab] float32, where rows sample: the logarithm of the mixture
+    # [rows, 1, vocab] float32, where rows sample: the logarithm of the mixture
+    drawn: tl.tensor,
     best: tl.tensor,  # [rows, parts] int64, the key of each part's best entry
     position: tl.tensor,
     positions: tl.tensor,
@@ -79,14 +100,18 @@ def _mix(
     mixture = tl.zeros((BLOCK,), tl.float32)
     for expert in tl.static_range(R):
         line = (row * positions + position) * rank + expert
-        values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
+        values = tl.load(
+            logits + line * step + column, mask=inside, other=float("-inf")
+        ).to(tl.float32)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
     if DRAWN:
         tl.store(drawn + row * vocab + column, tl.log(mixture), mask=inside)
     else:
         keys = tl.where(inside, pack(mixture, column), NOTHING)
-        tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
+        tl.store(
+            best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0)
+        )
 
 
 @triton.jit(do_not_specialize=["position"])
@@ -118,8 +143,12 @@ def _advance(
         token = tl.load(tokens + draft)
     else:
         part = tl.arange(0, PARTS)
-        key = tl.max(tl.load(best + row * parts + part, mask=part < parts, other=NOTHING), axis=0)
-        token = tl.where(tl.abs(values_of(key)) < float("inf"), columns_of(key), INVALID)
+        key = tl.max(
+            tl.load(best + row * parts + part, mask=part < parts, other=NOTHING), axis=0
+        )
+        token = tl.where(
+            tl.abs(values_of(key)) < float("inf"), columns_of(key), INVALID
+        )
         tl.store(tokens + draft, token)
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
@@ -145,10 +174,14 @@ def draft_chain(
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference, in float32; float64 goes through the reference. Ties give the lowest id."""
+    """Same as the reference, in float32; float64 goes through the reference. Ties give
+    the lowest id.
+    """
     lead = 0 if first_token is None else 1
     if logits.dtype == torch.float64 or len(logits) == 0 or logits.shape[1] == lead:
-        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids)
+        return cp_mixture.draft_chain(
+            log_weights, logits, first_token, sampling, token_ids
+        )
     rows, positions, rank, vocab = logits.shape
     device = logits.device
     drafts = positions - lead
@@ -161,8 +194,11 @@ def draft_chain(
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
-    # Two tensors: the alignment of the halves of one, and so the compiled code, would depend on the number of rows.
-    maxima, sums = (torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2))
+    # Two tensors: the alignment of the halves of one, and so the compiled code, would
+    # depend on the number of rows.
+    maxima, sums = (
+        torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2)
+    )
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
     _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
@@ -170,7 +206,11 @@ def draft_chain(
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
     first = tokens if first_token is None else first_token.contiguous()
     drawn = None if sampling is None else with_seeds(sampling)
-    mixed = best if drawn is None else torch.empty(rows, 1, vocab, dtype=torch.float32, device=device)
+    mixed = (
+        best
+        if drawn is None
+        else torch.empty(rows, 1, vocab, dtype=torch.float32, device=device)
+    )
     shape = {"rank": rank, "positions": positions, "step": step}
     for position in range(positions):
         if position >= lead:

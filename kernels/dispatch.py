@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an implementation: the torch reference, or its Triton namesake for tensors on a GPU.
+"""The choice of an implementation: the torch reference, or its Triton namesake for
+tensors on a GPU.
 
-A reference `kernels/<module>.py:<name>` has its kernel in `kernels/<module>_triton.py:<name>`, with the same signature.
+A reference `kernels/<module>.py:<name>` has its kernel in
+`kernels/<module>_triton.py:<name>`, with the same signature.
 """
 
 import importlib
@@ -13,8 +15,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-# Environment variable: 0 keeps every function on its torch reference; "always" runs every kernel, even on the CPU,
-# where only Triton's interpreter can run it (TRITON_INTERPRET=1).
+# Environment variable: 0 keeps every function on its torch reference; "always" runs
+# every kernel, even on the CPU, where only Triton's interpreter can run it
+# (TRITON_INTERPRET=1).
 SWITCH = "VLLM_PPD_TRITON"
 
 P = ParamSpec("P")
@@ -22,9 +25,11 @@ R = TypeVar("R")
 
 
 def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
-    """The implementation of a reference for the device of a tensor: `chosen(stage, hidden)(...)`.
+    """The implementation of a reference for the device of a tensor: `chosen(stage,
+    hidden)(...)`.
 
-    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0; else the reference.
+    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is
+    not 0; else the reference.
     """
     return cast("Callable[P, R]", namesake(reference)) if enabled(tensor) else reference
 
@@ -38,7 +43,9 @@ def enabled(tensor: torch.Tensor) -> bool:
 @cache
 def namesake(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Import Triton and return its implementation of a reference."""
-    return getattr(importlib.import_module(f"{reference.__module__}_triton"), reference.__name__)
+    return getattr(
+        importlib.import_module(f"{reference.__module__}_triton"), reference.__name__
+    )
 
 
 @cache

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint over the top-k of n token heads: mask, likeliest n-gram per order, back-off, thresholds, draws.
+"""DynaMo's joint over the top-k of n token heads: mask, likeliest n-gram per order,
+back-off, thresholds, draws.
 
-A joint is [rows, k, ..., k] with an axis per token, each in descending order of its head's probability; the axis of a
-first token that is already emitted has one entry. Section and equation numbers are DynaMo's.
+A joint is [rows, k, ..., k] with an axis per token, each in descending order of its
+head's probability; the axis of a first token that is already emitted has one entry.
+Section and equation numbers are DynaMo's.
 """
 
 from __future__ import annotations
@@ -20,42 +22,66 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Ngrams(NamedTuple):
-    """Counted n-grams of orders 2 to n; the entries of each order end with a sentinel that no n-gram has."""
+    """Counted n-grams of orders 2 to n; the entries of each order end with a sentinel
+    that no n-gram has.
+    """
 
-    keys: torch.Tensor  # [entries] int64, x_1 B^(n-1) + ... + x_n of the tokens' digits, ascending within an order
+    # [entries] int64, x_1 B^(n-1) + ... + x_n of the tokens' digits, ascending within
+    # an order
+    keys: torch.Tensor
     ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
-    starts: torch.Tensor  # [n] int64, where the entries of each order begin, and where the last ones end
+    starts: (
+        torch.Tensor
+    )  # [n] int64, where the entries of each order begin, and where the last ones end
     bounds: tuple[int, ...]  # starts, on the host
     base: int  # B
     vocab_size: int
-    columns: torch.Tensor | None = None  # [vocabulary] int64, the digit of each token; None: its id
+    columns: torch.Tensor | None = (
+        None  # [vocabulary] int64, the digit of each token; None: its id
+    )
 
     def to(self, device: torch.device | str) -> Ngrams:
         columns = None if self.columns is None else self.columns.to(device)
         return self._replace(
-            keys=self.keys.to(device), ratios=self.ratios.to(device), starts=self.starts.to(device), columns=columns
+            keys=self.keys.to(device),
+            ratios=self.ratios.to(device),
+            starts=self.starts.to(device),
+            columns=columns,
         )
 
     def digits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The digit of each token."""
-        return token_ids if self.columns is None else self.columns[token_ids.clamp(0, self.vocab_size - 1)]
+        return (
+            token_ids
+            if self.columns is None
+            else self.columns[token_ids.clamp(0, self.vocab_size - 1)]
+        )
 
 
 class Top(NamedTuple):
     """The heads' candidates."""
 
-    scores: torch.Tensor  # [heads, rows, k] float32 log-probabilities up to a constant per row, in descending order
+    # [heads, rows, k] float32 log-probabilities up to a constant per row, in descending
+    # order
+    scores: torch.Tensor
     ids: torch.Tensor  # [heads, rows, k] int64
-    first_token: torch.Tensor | None = None  # [rows] int64, precedes the heads' tokens with probability 1
+    first_token: torch.Tensor | None = (
+        None  # [rows] int64, precedes the heads' tokens with probability 1
+    )
 
     @property
     def token_ids(self) -> list[torch.Tensor]:
         """The candidates [rows, k_i] for each of the n tokens."""
-        return [*([] if self.first_token is None else [self.first_token[:, None]]), *self.ids]
+        return [
+            *([] if self.first_token is None else [self.first_token[:, None]]),
+            *self.ids,
+        ]
 
 
 class Peaks(NamedTuple):
-    """The likeliest n-gram in each part of every order's joint, from order 1, before division by the joint's sum."""
+    """The likeliest n-gram in each part of every order's joint, from order 1, before
+    division by the joint's sum.
+    """
 
     sums: torch.Tensor  # [n, rows, parts] float32
     entries: torch.Tensor  # [n, rows, parts] float32
@@ -65,29 +91,40 @@ class Peaks(NamedTuple):
 class Likeliest(NamedTuple):
     """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
-    order: torch.Tensor  # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
-    drafts: torch.Tensor  # [rows] int64, tokens after the first; 1, which is INVALID, where a joint is not finite
+    order: (
+        torch.Tensor
+    )  # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
+    # [rows] int64, tokens after the first; 1, which is INVALID, where a joint is not
+    # finite
+    drafts: torch.Tensor
     tokens: torch.Tensor  # [rows, n] int64, -1 past the order
-    places: torch.Tensor  # [rows, n] int64, indices into each head's top-k, 0 past the order
+    places: (
+        torch.Tensor
+    )  # [rows, n] int64, indices into each head's top-k, 0 past the order
     floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
     total: torch.Tensor  # [rows] float32, sum of the joint
 
 
 def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
-    """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted: [rows, k_1, ..., k_n] float32.
+    """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted:
+    [rows, k_1, ..., k_n] float32.
 
     Raises:
         ValueError: if n-grams of that order were not counted.
     """
     order = len(ids)
     if not 2 <= order <= len(ngrams.bounds):
-        raise ValueError(f"n-grams of order {order} were not counted; the highest order is {len(ngrams.bounds)}")
+        raise ValueError(
+            f"n-grams of order {order} were not counted; the highest order is "
+            f"{len(ngrams.bounds)}"
+        )
     wanted = ngrams.digits(ids[0])
     for axis, of_head in enumerate(ids[1:], start=1):
         digits = ngrams.digits(of_head).view(len(of_head), *[1] * axis, -1)
         wanted = torch.add(digits, wanted.unsqueeze(-1), alpha=ngrams.base)
     entries = slice(*ngrams.bounds[order - 2 : order])
-    keys, ratios = ngrams.keys[entries], ngrams.ratios[entries]
+    keys = ngrams.keys[entries]
+    ratios = ngrams.ratios[entries]
     place = torch.searchsorted(keys, wanted)
     return ratios[place] * (keys[place] == wanted)
 
@@ -95,10 +132,11 @@ def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
-    """Build each order's joint: the product of heads' probabilities in their top-k (eq. 2), times mask^alpha_c (eq. 6).
+    """Build each order's joint: the product of heads' probabilities in their top-k (eq.
+    2), times mask^alpha_c (eq. 6).
 
-    The mask is a ratio of probabilities and may exceed 1. Without division by its sum, the joint might, too, and eps_b
-    would mean nothing.
+    The mask is a ratio of probabilities and may exceed 1. Without division by its sum,
+    the joint might, too, and eps_b would mean nothing.
 
     Args:
         top: the candidates for n tokens.
@@ -113,9 +151,19 @@ def find_peaks(
     product = top.scores.new_ones(top.ids.shape[1])
     first = [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
     for order, head in enumerate([*first, *top.scores], start=1):
-        product = product.unsqueeze(-1) * torch.softmax(head, dim=-1).view(len(head), *[1] * (order - 1), -1)
-        ratios = mask(top.token_ids[:order], ngrams) if ngrams is not None and order > 1 else None
-        joints.append(product if ratios is None else product * (ratios if alpha_c == 1 else ratios**alpha_c))
+        product = product.unsqueeze(-1) * torch.softmax(head, dim=-1).view(
+            len(head), *[1] * (order - 1), -1
+        )
+        ratios = (
+            mask(top.token_ids[:order], ngrams)
+            if ngrams is not None and order > 1
+            else None
+        )
+        joints.append(
+            product
+            if ratios is None
+            else product * (ratios if alpha_c == 1 else ratios**alpha_c)
+        )
     return peaks_of(joints), joints
 
 
@@ -123,13 +171,19 @@ def peaks_of(joints: list[torch.Tensor]) -> Peaks:
     """The peaks of joints that are not split into parts."""
     best = [joint.flatten(1).max(dim=1, keepdim=True) for joint in joints]
     values, places = (torch.stack(parts) for parts in zip(*best, strict=True))
-    return Peaks(torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]), values, places)
+    return Peaks(
+        torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]),
+        values,
+        places,
+    )
 
 
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
-    """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1), else one token (Algorithm 1).
+    """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1),
+    else one token (Algorithm 1).
 
-    The comparison is strict, so eps_b = 1 always backs off and eps_b = 0 never does while an entry is above 0.
+    The comparison is strict, so eps_b = 1 always backs off and eps_b = 0 never does
+    while an entry is above 0.
 
     Args:
         peaks: the peaks of n orders.
@@ -137,37 +191,52 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
         eps_b: [rows] float32 thresholds, NaN for the default.
         default: the default threshold.
     """
-    totals, rows = peaks.sums.sum(dim=-1), top.ids.shape[1]
+    totals = peaks.sums.sum(dim=-1)
+    rows = top.ids.shape[1]
     best = peaks.entries.max(dim=-1, keepdim=True)
     values = best.values.squeeze(-1) / totals.clamp(min=TINY)
     finite = totals.isfinite().all(dim=0)
     eps = torch.where(eps_b.isnan(), default, eps_b)
-    order, floor = torch.ones_like(eps, dtype=torch.int64), torch.zeros_like(eps)
+    order = torch.ones_like(eps, dtype=torch.int64)
+    floor = torch.zeros_like(eps)
     for m in range(2, len(totals) + 1):
-        # This goes upwards and Algorithm 1 downwards; the highest order that passes wins in both.
+        # This goes upwards and Algorithm 1 downwards; the highest order that passes
+        # wins in both.
         taken = finite & (values[m - 1] > eps ** (m - 1))
-        order, floor = torch.where(taken, m, order), torch.where(taken, eps ** (m - 1), floor)
-    place, total = (of[order - 1, torch.arange(rows)] for of in (peaks.places.gather(-1, best.indices)[..., 0], totals))
-    places, tokens = torch.zeros(2, rows, len(totals), dtype=torch.int64, device=eps.device)
+        order = torch.where(taken, m, order)
+        floor = torch.where(taken, eps ** (m - 1), floor)
+    place, total = (
+        of[order - 1, torch.arange(rows)]
+        for of in (peaks.places.gather(-1, best.indices)[..., 0], totals)
+    )
+    places, tokens = torch.zeros(
+        2, rows, len(totals), dtype=torch.int64, device=eps.device
+    )
     for i, ids in reversed([*enumerate(top.token_ids)]):
         taken = i < order
         places[:, i] = torch.where(taken, place % ids.shape[1], 0)
         place = torch.where(taken, place // ids.shape[1], place)
         tokens[:, i] = torch.where(taken, ids.gather(1, places[:, i : i + 1])[:, 0], -1)
-    return Likeliest(order, torch.where(finite, order - 1, 1), tokens, places, floor, total)
+    return Likeliest(
+        order, torch.where(finite, order - 1, 1), tokens, places, floor, total
+    )
 
 
 BINS = 256
 
 
 def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
-    """Blur every token axis with a separable Gaussian, edges replicated; size 1 changes nothing.
+    """Blur every token axis with a separable Gaussian, edges replicated; size 1 changes
+    nothing.
 
     Raises:
         ValueError: if the kernel size is not a positive odd number.
     """
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel size {kernel_size} is not a positive odd number; 1 is no blur, 3 the paper's")
+        raise ValueError(
+            f"kernel size {kernel_size} is not a positive odd number; 1 is no blur, 3 "
+            "the paper's"
+        )
     if kernel_size == 1:
         return joint
     half = kernel_size // 2
@@ -179,10 +248,13 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
         if size == 1:  # it would be averaged with copies of itself
             continue
         moved = joint.movedim(axis, -1)
-        lines = functional.pad(moved.reshape(len(joint), -1, size), (half, half), mode="replicate")
+        lines = functional.pad(
+            moved.reshape(len(joint), -1, size), (half, half), mode="replicate"
+        )
         blurred = weights[0] / total * lines[..., half : half + size]
         for offset, weight in enumerate(weights[1:], start=1):
-            left, right = half - offset, half + offset
+            left = half - offset
+            right = half + offset
             both = lines[..., left : left + size] + lines[..., right : right + size]
             blurred = blurred.add(both, alpha=weight / total)
         joint = blurred.reshape(moved.shape).movedim(-1, axis)
@@ -190,14 +262,16 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
 
 
 def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
-    """Otsu's threshold of each row: the histogram cut of greatest between-class variance.
+    """Otsu's threshold of each row: the histogram cut of greatest between-class
+    variance.
 
     Args:
         values: [rows, entries], not negative.
         bins: number of bins from a row's least to its greatest value.
 
     Returns:
-        [rows]: values of at least the threshold are the upper class. A constant row keeps every entry.
+        [rows]: values of at least the threshold are the upper class. A constant row
+        keeps every entry.
     """
     least, greatest = torch.aminmax(values, dim=1, keepdim=True)
     width = (greatest - least).clamp(min=TINY)
@@ -208,7 +282,8 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
     below = counts.cumsum(1)[:, :-1]  # entries under cut i, which lies before bin i + 1
     mass = (counts * centres).cumsum(1)
     total = values.shape[1]
-    # The classes' means differ by pull / (below * above), and the variance is below * above * difference^2.
+    # The classes' means differ by pull / (below * above), and the variance is below *
+    # above * difference^2.
     pull = mass[:, :-1] * total - mass[:, -1:] * below
     variance = pull.square() / (below * (total - below)).clamp(min=1)
     cut = variance.argmax(dim=1, keepdim=True) + 1
@@ -222,10 +297,12 @@ def adaptive_threshold(
     blur: int = 3,
     adaptive: bool = True,
 ) -> torch.Tensor:
-    """Set entries under the static floor to 0, then those under Otsu's threshold (DynaMo, section 3.2.2).
+    """Set entries under the static floor to 0, then those under Otsu's threshold
+    (DynaMo, section 3.2.2).
 
-    Otsu's threshold is computed from the blurred joint and compared with it, as in image pipelines; entries that
-    survive keep their raw probability. A row's peak survives if it passed the floor.
+    Otsu's threshold is computed from the blurred joint and compared with it, as in
+    image pipelines; entries that survive keep their raw probability. A row's peak
+    survives if it passed the floor.
     """
     shape = (-1, *[1] * (joint.dim() - 1))
     kept = torch.where(joint >= floor.view(shape), joint, 0.0)
@@ -234,16 +311,21 @@ def adaptive_threshold(
     blurred = gaussian_blur(kept, blur)
     threshold = otsu_threshold(blurred.flatten(1))
     peak = kept.flatten(1).amax(dim=1)
-    return torch.where((blurred >= threshold.view(shape)) | (kept >= peak.view(shape)), kept, 0.0)
+    return torch.where(
+        (blurred >= threshold.view(shape)) | (kept >= peak.view(shape)), kept, 0.0
+    )
 
 
 def penalise_repetition(
     joint: torch.Tensor,
     token_ids: Sequence[torch.Tensor],  # [rows, k_i] of each head
     penalty: float,
-    seen: Sequence[torch.Tensor] | None = None,  # [rows, k_i] bool of each head: tokens of the context
+    seen: Sequence[torch.Tensor]
+    | None = None,  # [rows, k_i] bool of each head: tokens of the context
 ) -> torch.Tensor:
-    """Divide an entry by the penalty, once, if one of its tokens is in the context or repeats an earlier token."""
+    """Divide an entry by the penalty, once, if one of its tokens is in the context or
+    repeats an earlier token.
+    """
     if penalty == 1:
         return joint
     repeats = torch.zeros(joint.shape, dtype=torch.bool, device=joint.device)
@@ -258,21 +340,37 @@ def penalise_repetition(
 
 def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
     """View [rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
-    return values.view(len(values), *(values.shape[1] if i == axis else 1 for i in range(axes)))
+    return values.view(
+        len(values), *(values.shape[1] if i == axis else 1 for i in range(axes))
+    )
 
 
-def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool) -> list[torch.Tensor]:
-    """Divide the joint of each order by its sum and apply the thresholds; valid only in rows of that order."""
-    totals, result = likeliest.total.clamp(min=TINY), []
+def cut(
+    joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool
+) -> list[torch.Tensor]:
+    """Divide the joint of each order by its sum and apply the thresholds; valid only in
+    rows of that order.
+    """
+    totals = likeliest.total.clamp(min=TINY)
+    result = []
     for order, joint in enumerate(joints, start=1):
         share = joint / totals.view(-1, *[1] * order)
-        result.append(share if order == 1 else adaptive_threshold(share, likeliest.floor, blur, adaptive))
+        result.append(
+            share
+            if order == 1
+            else adaptive_threshold(share, likeliest.floor, blur, adaptive)
+        )
     return result
 
 
-def conditional(joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The distribution [rows, k] of the token after those with indices `before` [rows, tokens]; zero past the order."""
-    rows, position = torch.arange(len(order), device=order.device), before.shape[1]
+def conditional(
+    joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """The distribution [rows, k] of the token after those with indices `before` [rows,
+    tokens]; zero past the order.
+    """
+    rows = torch.arange(len(order), device=order.device)
+    position = before.shape[1]
     result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
     for m, joint in enumerate(joints[position:], start=position + 1):
         weights = joint[(rows, *before.unbind(1))]
@@ -283,28 +381,41 @@ def conditional(joints: Sequence[torch.Tensor], order: torch.Tensor, before: tor
 
 
 def draw_ngrams(
-    joints: Sequence[torch.Tensor],  # of each order from 1, [rows, k_1, ..., k_m] float32
+    joints: Sequence[
+        torch.Tensor
+    ],  # of each order from 1, [rows, k_1, ..., k_m] float32
     likeliest: Likeliest,
     top: Top,
     blur: int,
     adaptive: bool,
     sampling: Sampling,  # with the positions for the first draft
 ) -> torch.Tensor:
-    """Draw an n-gram of each row's order in proportion to the joint after the thresholds.
+    """Draw an n-gram of each row's order in proportion to the joint after the
+    thresholds.
 
-    Rows at temperature 0 take the likeliest n-gram. Each token's distribution given the tokens before it is cut to the
-    row's top-k and top-p; the joint already includes the rows' temperatures.
+    Rows at temperature 0 take the likeliest n-gram. Each token's distribution given the
+    tokens before it is cut to the row's top-k and top-p; the joint already includes the
+    rows' temperatures.
 
     Returns:
-        [rows, n] int64 tokens, -1 past the order and where a draft's distribution is invalid.
+        [rows, n] int64 tokens, -1 past the order and where a draft's distribution is
+        invalid.
     """
-    joints, greedy = cut(joints, likeliest, blur, adaptive), is_greedy(sampling.temperature)
-    places, tokens = likeliest.places.clone(), likeliest.tokens.clone()
+    joints = cut(joints, likeliest, blur, adaptive)
+    greedy = is_greedy(sampling.temperature)
+    places = likeliest.places.clone()
+    tokens = likeliest.tokens.clone()
     for position, ids in enumerate(top.token_ids):
         distribution = torch.ones_like(ids, dtype=torch.float32)
         if ids.shape[1] > 1:  # else the token is already emitted: nothing to draw
-            distribution = truncated(conditional(joints, likeliest.order, places[:, :position]), sampling)
-            drawn = draw_as(distribution, sampling.ahead(position - (top.first_token is not None)), ids)
+            distribution = truncated(
+                conditional(joints, likeliest.order, places[:, :position]), sampling
+            )
+            drawn = draw_as(
+                distribution,
+                sampling.ahead(position - (top.first_token is not None)),
+                ids,
+            )
             places[:, position] = torch.where(greedy, places[:, position], drawn)
         tokens[:, position] = ids.gather(1, places[:, position : position + 1])[:, 0]
         if position:

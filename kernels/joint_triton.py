@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint and the n-grams to draft, in three launches where torch needs about two hundred and sixty.
+"""DynaMo's joint and the n-grams to draft, in three launches where torch needs about
+two hundred and sixty.
 
-find peaks  a program per row, order and part of the joint's entries: product, mask by binary search, sum and maximum
+find peaks  a program per row, order and part of the joint's entries: product, mask by
+            binary search, sum and maximum
 back off    a program per row: the merged parts, the order, and its tokens
-draw        a program per row, at its order only: floor and blur, Otsu's threshold, cut, token by token
+draw        a program per row, at its order only: floor and blur, Otsu's threshold, cut,
+            token by token
 """
 
 import math
@@ -38,7 +41,9 @@ def _digits(ngrams: Ngrams | None, token_ids: tl.tensor) -> tl.tensor:
     if ngrams is not None:  # noqa: SIM102 (only known at compile time)
         if ngrams.columns is not None:
             last = tl.zeros_like(token_ids) + ngrams.vocab_size - 1
-            digits = tl.load(ngrams.columns + tl.minimum(tl.maximum(token_ids, 0), last))
+            digits = tl.load(
+                ngrams.columns + tl.minimum(tl.maximum(token_ids, 0), last)
+            )
     return digits
 
 
@@ -57,7 +62,9 @@ def _find_peaks(
     ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row, part, order = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2) + 1
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    order = tl.program_id(2) + 1
     free = order - GIVEN  # axes of more than one entry
     size = tl.full((), 1, tl.int64)
     for axis in tl.static_range(HEADS):
@@ -71,17 +78,25 @@ def _find_peaks(
     entry = part * BLOCK + tl.arange(0, BLOCK)
     inside = entry < size
     product = tl.full((BLOCK,), 1.0, tl.float32)
-    wanted = tl.zeros((BLOCK,), tl.int64)  # the n-gram's key, built from the last token to the first
+    wanted = tl.zeros(
+        (BLOCK,), tl.int64
+    )  # the n-gram's key, built from the last token to the first
     weight = tl.full((), 1, tl.int64)
-    rest, column = entry, tl.arange(0, K_BLOCK)
+    rest = entry
+    column = tl.arange(0, K_BLOCK)
     for behind in tl.static_range(HEADS):
         axis = HEADS - 1 - behind
         if axis < free:
             line = (axis * rows + row) * K
-            scores = tl.load(top.scores + line + column, mask=column < K, other=float("-inf"))
+            scores = tl.load(
+                top.scores + line + column, mask=column < K, other=float("-inf")
+            )
             peak = tl.max(scores, axis=0)
             share = tl.exp(tl.load(top.scores + line + rest % K) - peak)
-            product *= tl.div_rn(share, tl.zeros((BLOCK,), tl.float32) + tl.sum(tl.exp(scores - peak), axis=0))
+            product *= tl.div_rn(
+                share,
+                tl.zeros((BLOCK,), tl.float32) + tl.sum(tl.exp(scores - peak), axis=0),
+            )
             wanted += _digits(ngrams, tl.load(top.ids + line + rest % K)) * weight
             weight *= 1 if ngrams is None else ngrams.base
             rest = rest // K
@@ -90,11 +105,14 @@ def _find_peaks(
             if GIVEN:
                 wanted += _digits(ngrams, tl.load(top.first_token + row)) * weight
             low = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 2)
-            high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1  # the sentinel
+            high = (
+                tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1
+            )  # the sentinel
             for _ in range(steps):
                 middle = (low + high) // 2
                 less = tl.load(ngrams.keys + middle) < wanted
-                low, high = tl.where(less, middle + 1, low), tl.where(less, high, middle)
+                low = tl.where(less, middle + 1, low)
+                high = tl.where(less, high, middle)
             ratio = tl.load(ngrams.ratios + low)
             if ALPHA != 1:
                 ratio = tl.exp2(ALPHA * tl.log2(ratio))
@@ -122,14 +140,18 @@ def _back_off(
     GIVEN: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
     eps = tl.load(eps_b + row)
     eps = tl.where(eps == eps, eps, default)
     finite = tl.full((), 1, tl.int1)
     for below in tl.static_range(HEADS + GIVEN):
         at = (below * rows + row) * parts + part
         finite = finite & (
-            tl.abs(tl.sum(tl.load(peaks.sums + at, mask=part < parts, other=0.0), axis=0)) < float("inf")
+            tl.abs(
+                tl.sum(tl.load(peaks.sums + at, mask=part < parts, other=0.0), axis=0)
+            )
+            < float("inf")
         )
     order = tl.full((), 1, tl.int64)
     entry = tl.full((), 0, tl.int64)
@@ -140,15 +162,22 @@ def _back_off(
         at = (below * rows + row) * parts + part
         mass = tl.sum(tl.load(peaks.sums + at, mask=part < parts, other=0.0), axis=0)
         value = tl.load(peaks.entries + at, mask=part < parts, other=float("-inf"))
-        packed = pack(value, tl.load(peaks.places + at, mask=part < parts, other=0).to(tl.int32))
+        packed = pack(
+            value, tl.load(peaks.places + at, mask=part < parts, other=0).to(tl.int32)
+        )
         best = tl.max(tl.where(part < parts, packed, NOTHING), axis=0)
         if below == 0:
-            entry, total = columns_of(best), mass
+            entry = columns_of(best)
+            total = mass
         else:
             power *= eps
-            taken = finite & (tl.div_rn(values_of(best), tl.maximum(mass, TINY)) > power)
-            order, entry = tl.where(taken, below + 1, order), tl.where(taken, columns_of(best), entry)
-            floor, total = tl.where(taken, power, floor), tl.where(taken, mass, total)
+            taken = finite & (
+                tl.div_rn(values_of(best), tl.maximum(mass, TINY)) > power
+            )
+            order = tl.where(taken, below + 1, order)
+            entry = tl.where(taken, columns_of(best), entry)
+            floor = tl.where(taken, power, floor)
+            total = tl.where(taken, mass, total)
     tl.store(likeliest.order + row, order)
     tl.store(likeliest.drafts + row, tl.where(finite, order - 1, 1))
     tl.store(likeliest.floor + row, floor)
@@ -171,31 +200,77 @@ def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
     """Same as the reference, but with several parts per row."""
-    (heads, rows, k), given, device = top.ids.shape, int(top.first_token is not None), top.ids.device
-    orders, parts = heads + given, triton.cdiv(k**heads, BLOCK)
+    (heads, rows, k), given, device = (
+        top.ids.shape,
+        int(top.first_token is not None),
+        top.ids.device,
+    )
+    orders = heads + given
+    parts = triton.cdiv(k**heads, BLOCK)
     types = (torch.float32, torch.float32, torch.int64)
-    peaks = Peaks(*(torch.empty(orders, rows, parts, dtype=dtype, device=device) for dtype in types))
-    shapes = [[rows, *[1] * given, *[k] * (order - given)] for order in range(1, orders + 1)]
-    joints = tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes if with_joints)
+    peaks = Peaks(
+        *(
+            torch.empty(orders, rows, parts, dtype=dtype, device=device)
+            for dtype in types
+        )
+    )
+    shapes = [
+        [rows, *[1] * given, *[k] * (order - given)] for order in range(1, orders + 1)
+    ]
+    joints = tuple(
+        torch.empty(shape, dtype=torch.float32, device=device)
+        for shape in shapes
+        if with_joints
+    )
     steps = 0 if ngrams is None else ngrams.bounds[-1].bit_length()
     _find_peaks[(rows, parts, orders)](
-        top, ngrams, peaks, joints, rows, steps,
-        HEADS=heads, K=k, K_BLOCK=triton.next_power_of_2(k), GIVEN=given, ALPHA=alpha_c, BLOCK=BLOCK,
-    )  # fmt: skip
+        top,
+        ngrams,
+        peaks,
+        joints,
+        rows,
+        steps,
+        HEADS=heads,
+        K=k,
+        K_BLOCK=triton.next_power_of_2(k),
+        GIVEN=given,
+        ALPHA=alpha_c,
+        BLOCK=BLOCK,
+    )
     return peaks, list(joints)
 
 
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
     """Same as the reference."""
-    (heads, rows, k), given, parts = top.ids.shape, int(top.first_token is not None), peaks.sums.shape[2]
-    integers = (
-        torch.empty(rows, *n, dtype=torch.int64, device=eps_b.device) for n in ((), (), *[(heads + given,)] * 2)
+    (heads, rows, k), given, parts = (
+        top.ids.shape,
+        int(top.first_token is not None),
+        peaks.sums.shape[2],
     )
-    likeliest = Likeliest(*integers, *(torch.empty(rows, dtype=torch.float32, device=eps_b.device) for _ in range(2)))
+    integers = (
+        torch.empty(rows, *n, dtype=torch.int64, device=eps_b.device)
+        for n in ((), (), *[(heads + given,)] * 2)
+    )
+    likeliest = Likeliest(
+        *integers,
+        *(
+            torch.empty(rows, dtype=torch.float32, device=eps_b.device)
+            for _ in range(2)
+        ),
+    )
     _back_off[(rows,)](
-        peaks, top, eps_b, likeliest, rows, parts, default,
-        HEADS=heads, K=k, GIVEN=given, PARTS=triton.next_power_of_2(parts),
-    )  # fmt: skip
+        peaks,
+        top,
+        eps_b,
+        likeliest,
+        rows,
+        parts,
+        default,
+        HEADS=heads,
+        K=k,
+        GIVEN=given,
+        PARTS=triton.next_power_of_2(parts),
+    )
     return likeliest
 
 
@@ -205,7 +280,13 @@ EDGE = math.exp(-1 / (2 * 0.8**2))  # the edge of a Gaussian of size 3 whose cen
 
 
 @triton.jit
-def _kept(line: tl.tensor, entry: tl.tensor, inside: tl.tensor, total: tl.tensor, floor: tl.tensor) -> tl.tensor:
+def _kept(
+    line: tl.tensor,
+    entry: tl.tensor,
+    inside: tl.tensor,
+    total: tl.tensor,
+    floor: tl.tensor,
+) -> tl.tensor:
     """Shares of a row's entries, 0 below the floor."""
     share = tl.load(line + entry, mask=inside, other=0.0)
     share = tl.div_rn(share, tl.zeros_like(share) + total)
@@ -249,7 +330,9 @@ def _blurred(
                     weight *= edge if j != 0 else centre
                 if HEADS > 2:
                     weight *= edge if k != 0 else centre
-                beside = (_near(plane + k, planes) * lines + _near(row + j, lines)) * K + _near(column + i, K)
+                beside = (
+                    _near(plane + k, planes) * lines + _near(row + j, lines)
+                ) * K + _near(column + i, K)
                 blurred += weight * _kept(line, beside, inside, total, floor)
     return blurred
 
@@ -269,8 +352,12 @@ def _threshold(
     for start in range(0, size, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         inside = entry < size
-        above = tl.where(inside, tl.load(blurred + entry, mask=inside, other=0.0) - least, 0.0)
-        index = (tl.div_rn(above, tl.zeros((BLOCK,), tl.float32) + width) * BINS).to(tl.int32)
+        above = tl.where(
+            inside, tl.load(blurred + entry, mask=inside, other=0.0) - least, 0.0
+        )
+        index = (tl.div_rn(above, tl.zeros((BLOCK,), tl.float32) + width) * BINS).to(
+            tl.int32
+        )
         counts += tl.histogram(_near(index, BINS), BINS, mask=inside)
     count = counts.to(tl.float64)
     bins = tl.arange(0, BINS)
@@ -310,9 +397,13 @@ def _limited(probs: tl.tensor, sampling: Sampling, row: tl.tensor) -> tl.tensor:
     """A distribution cut to a row's top-k and top-p: [K_BLOCK]."""
     if sampling.top_k is not None:
         larger = tl.sum((probs[None, :] > probs[:, None]).to(tl.float32), axis=1)
-        probs = tl.where(larger < tl.load(sampling.top_k + row).to(tl.float32), probs, 0.0)
+        probs = tl.where(
+            larger < tl.load(sampling.top_k + row).to(tl.float32), probs, 0.0
+        )
     if sampling.top_p is not None:
-        up_to = tl.sum(tl.where(probs[None, :] <= probs[:, None], probs[None, :], 0.0), axis=1)
+        up_to = tl.sum(
+            tl.where(probs[None, :] <= probs[:, None], probs[None, :], 0.0), axis=1
+        )
         outside = up_to <= (1 - tl.load(sampling.top_p + row)) * tl.sum(probs, axis=0)
         probs = tl.where(outside & (probs < tl.max(probs, axis=0)), 0.0, probs)
     return probs / tl.maximum(tl.sum(probs, axis=0), TINY)
@@ -353,7 +444,8 @@ def _draw_ngrams(
     total = tl.maximum(tl.load(likeliest.total + row), TINY)
     floor = tl.load(likeliest.floor + row)
 
-    # Thresholds, of which the adaptive one reads the blurred entries in the scratch memory.
+    # Thresholds, of which the adaptive one reads the blurred entries in the scratch
+    # memory.
     least = tl.full((), float("inf"), tl.float32)
     greatest = tl.full((), float("-inf"), tl.float32)
     peak = greatest
@@ -365,11 +457,31 @@ def _draw_ngrams(
             for start in range(0, size, BLOCK):
                 entry = start + tl.arange(0, BLOCK)
                 inside = entry < size
-                smooth = _blurred(line, entry, inside, total, floor, planes, lines, centre, edge, HEADS, K, BLUR, BLOCK)
+                smooth = _blurred(
+                    line,
+                    entry,
+                    inside,
+                    total,
+                    floor,
+                    planes,
+                    lines,
+                    centre,
+                    edge,
+                    HEADS,
+                    K,
+                    BLUR,
+                    BLOCK,
+                )
                 tl.store(here + entry, smooth, mask=inside)
-                least = tl.minimum(least, tl.min(tl.where(inside, smooth, float("inf")), axis=0))
-                greatest = tl.maximum(greatest, tl.max(tl.where(inside, smooth, float("-inf")), axis=0))
-                peak = tl.maximum(peak, tl.max(_kept(line, entry, inside, total, floor), axis=0))
+                least = tl.minimum(
+                    least, tl.min(tl.where(inside, smooth, float("inf")), axis=0)
+                )
+                greatest = tl.maximum(
+                    greatest, tl.max(tl.where(inside, smooth, float("-inf")), axis=0)
+                )
+                peak = tl.maximum(
+                    peak, tl.max(_kept(line, entry, inside, total, floor), axis=0)
+                )
             tl.debug_barrier()
             threshold = _threshold(here, size, least, greatest, BINS, BLOCK)
             tl.debug_barrier()
@@ -378,7 +490,9 @@ def _draw_ngrams(
         inside = entry < size
         kept = _kept(line, entry, inside, total, floor)
         survives = tl.load(here + entry, mask=inside, other=0.0) >= threshold
-        tl.store(here + entry, tl.where(survives | (kept >= peak), kept, 0.0), mask=inside)
+        tl.store(
+            here + entry, tl.where(survives | (kept >= peak), kept, 0.0), mask=inside
+        )
     tl.debug_barrier()
 
     # A draw, token by token.
@@ -394,11 +508,17 @@ def _draw_ngrams(
         valid = (mass > 0) & (axis < free)
         probs = _limited(probs / tl.maximum(mass, TINY), sampling, row)
         # In log space, where an entry of probability 0 never wins over another.
-        ids = tl.load(top.ids + (axis * rows + row) * K + column, mask=column < K, other=0)
+        ids = tl.load(
+            top.ids + (axis * rows + row) * K + column, mask=column < K, other=0
+        )
         position = tl.load(sampling.positions + row) + axis
-        score = tl.log(probs) - tl.log(exponential(tl.load(sampling.seeds + row), position, ids))
+        score = tl.log(probs) - tl.log(
+            exponential(tl.load(sampling.seeds + row), position, ids)
+        )
         place = columns_of(tl.max(pack(score, column), axis=0))
-        place = tl.where(cold, tl.load(likeliest.places + row * number + GIVEN + axis), place)
+        place = tl.where(
+            cold, tl.load(likeliest.places + row * number + GIVEN + axis), place
+        )
         token = tl.load(top.ids + (axis * rows + row) * K + place)
         tl.store(tokens + row * number + GIVEN + axis, tl.where(valid, token, INVALID))
         prefix = prefix * K + place
@@ -414,7 +534,9 @@ def draw_ngrams(
     adaptive: bool,
     sampling: Sampling,
 ) -> torch.Tensor:
-    """Same as the reference, which runs for blurs other than 1 and 3 and for more than three heads."""
+    """Same as the reference, which runs for blurs other than 1 and 3 and for more than
+    three heads.
+    """
     heads, rows, k = top.ids.shape
     if heads > MOST_HEADS or (adaptive and blur not in (1, 3)):
         return joint.draw_ngrams(joints, likeliest, top, blur, adaptive, sampling)

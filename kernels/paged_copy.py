@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies inside vLLM's paged KV caches: of whole blocks, or of single tokens.
 
-The worker group's k candidates for a request share its blocks except the last, which is separate for each candidate;
-the last block of the candidate that matched is copied over the others (PPD, section 3). A backend may store the tokens
-of a block in any order. On a CPU, whose blocks are large, copying one token's entry is far cheaper than its block.
+The worker group's k candidates for a request share its blocks except the last, which is
+separate for each candidate; the last block of the candidate that matched is copied over
+the others (PPD, section 3). A backend may store the tokens of a block in any order. On
+a CPU, whose blocks are large, copying one token's entry is far cheaper than its block.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +23,11 @@ def copy_blocks(
 
 
 def copy_entries(
-    kv_caches: Sequence[torch.Tensor],  # [blocks, KV heads, block size, content] of each layer
-    source_slots: torch.Tensor,  # [pairs] int64, block * block size + offset, as in vLLM's slot mappings
+    kv_caches: Sequence[
+        torch.Tensor
+    ],  # [blocks, KV heads, block size, content] of each layer
+    # [pairs] int64, block * block size + offset, as in vLLM's slot mappings
+    source_slots: torch.Tensor,
     target_slots: torch.Tensor,  # [pairs] int64; distinct, and none of them a source
     places: torch.Tensor,  # [block size, numbers] int64, from entry_places
 ) -> None:
@@ -44,13 +48,15 @@ def entry_places(
 ) -> torch.Tensor:
     """Find where a backend stores each offset of a block.
 
-    The backend writes each offset of an empty block. An offset's places ascend; in every order that vLLM's CPU
-    attention uses, the i-th place has the same meaning for all offsets.
+    The backend writes each offset of an empty block. An offset's places ascend; in
+    every order that vLLM's CPU attention uses, the i-th place has the same meaning for
+    all offsets.
 
     Args:
-        write: of (cache, slot, numbers [2 * KV heads * head size]): a slot's numbers are its key for all heads, and
-            then its value.
-        kv_cache: [blocks, KV heads, block size, content], whose shape and type are used alone.
+        write: of (cache, slot, numbers [2 * KV heads * head size]): a slot's numbers
+            are its key for all heads, and then its value.
+        kv_cache: [blocks, KV heads, block size, content], whose shape and type are used
+            alone.
 
     Returns:
         [block size, numbers] int64, indices into the flattened block.
@@ -67,5 +73,8 @@ def entry_places(
         places_of.append(block.flatten().nonzero().squeeze(1))
     alike = all(len(places) == len(places_of[0]) for places in places_of)
     if not alike or sorted(torch.cat(places_of).tolist()) != list(range(numbers)):
-        raise ValueError(f"the backend's entries do not divide a block of {numbers} numbers; copy whole blocks instead")
+        raise ValueError(
+            f"the backend's entries do not divide a block of {numbers} numbers; copy "
+            "whole blocks instead"
+        )
     return torch.stack(places_of)

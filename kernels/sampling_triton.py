@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling that all drafters share, in one launch each, without a sort.
 
-keys    values and columns packed into integers, so that one maximum finds the best value and its lowest column; the
-        order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN
-draw    a program per row. Top-k and top-p keep the entries whose weight reaches a bound, which is searched four bits at
-        a time: each read of the row counts what sixteen candidates would keep. Rows without limits are read twice: for
+keys    values and columns packed into integers, so that one maximum finds the best
+        value and its lowest column; the order is torch's: -inf < ... < -0 = 0 < ... <
+        inf < NaN
+draw    a program per row. Top-k and top-p keep the entries whose weight reaches a
+        bound, which is searched four bits at a time: each read of the row counts what
+        sixteen candidates would keep. Rows
+            without limits are read twice: for
         the peak, and for an exponential race
 accept  drafts that equal the tokens drawn at their positions
 """
@@ -38,7 +41,9 @@ def columns_of(keys: tl.tensor) -> tl.tensor:
 def values_of(keys: tl.tensor) -> tl.tensor:
     """The values of keys, float32."""
     ordered = (keys >> 32).to(tl.int32)
-    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+    return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(
+        tl.float32, bitcast=True
+    )
 
 
 BLOCK_V = 2048  # entries at a time
@@ -63,8 +68,12 @@ def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """Same as the reference; exact in the lower tail, since the least of many variates wins a race."""
+def exponential(
+    seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor
+) -> tl.tensor:
+    """Same as the reference; exact in the lower tail, since the least of many variates
+    wins a race.
+    """
     state = _mixed((seed ^ seed).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, (position & 0xFFFFFFFF).to(tl.uint32))
@@ -74,20 +83,31 @@ def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> t
     state ^= state >> 16
     # Convert in halves, each of which is exact in float32.
     low = (state & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5
-    uniform = (state >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05 + low * 2.3283064365386963e-10
+    uniform = (state >> 16).to(tl.int32).to(
+        tl.float32
+    ) * 1.52587890625e-05 + low * 2.3283064365386963e-10
     exact = -tl.log(tl.maximum(1 - uniform, 5.960464477539063e-08))
-    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), exact)
+    return tl.where(
+        uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), exact
+    )
 
 
 @triton.jit
 def _mass(
-    line: tl.tensor, entries: tl.tensor, peak: tl.tensor, heat: tl.tensor, floor: tl.tensor, BLOCK: tl.constexpr
+    line: tl.tensor,
+    entries: tl.tensor,
+    peak: tl.tensor,
+    heat: tl.tensor,
+    floor: tl.tensor,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:
     """The sum of a row's weights that reach the floor; arguments as in _least."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(
+            tl.float32
+        )
         weight = tl.exp((logit - peak) / heat)
         total += tl.where(weight < floor, 0.0, weight)
     return tl.sum(total, axis=0)
@@ -104,7 +124,9 @@ def _least(
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The greatest bound at which a row still keeps as much as wanted; weights are exp((logit - peak) / T)."""
+    """The greatest bound at which a row still keeps as much as wanted; weights are
+    exp((logit - peak) / T).
+    """
     low = tl.zeros((), tl.int32)
     for step in tl.static_range(8):
         # Bits of positive float32 numbers, which sort as the numbers do.
@@ -113,12 +135,18 @@ def _least(
         kept = tl.zeros((16,), tl.float32)
         for start in range(0, entries, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+            logit = tl.load(
+                line + column, mask=column < entries, other=float("-inf")
+            ).to(tl.float32)
             weight = tl.exp((logit - peak) / heat)
             weight = tl.where(weight >= floor, weight, 0.0)
             amount = weight if BY_WEIGHT else (weight > 0).to(tl.float32)
-            # Candidates above 1.0, the greatest weight, may be NaN, which no weight reaches.
-            kept += tl.sum(tl.where(weight[:, None] >= bounds[None, :], amount[:, None], 0.0), axis=0)
+            # Candidates above 1.0, the greatest weight, may be NaN, which no weight
+            # reaches.
+            kept += tl.sum(
+                tl.where(weight[:, None] >= bounds[None, :], amount[:, None], 0.0),
+                axis=0,
+            )
         enough = (kept >= wanted) & (candidates >= 0) & (candidates <= 0x3F800000)
         low = tl.max(tl.where(enough, candidates, low), axis=0)
     return low.to(tl.float32, bitcast=True)
@@ -147,8 +175,12 @@ def _draw(
     best = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
-        best = tl.maximum(best, tl.where(column < entries, pack(logit, column), NOTHING))
+        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(
+            tl.float32
+        )
+        best = tl.maximum(
+            best, tl.where(column < entries, pack(logit, column), NOTHING)
+        )
     winner = tl.max(best, axis=0)
     token = columns_of(winner)
     peak = tl.load(line + token).to(tl.float32)
@@ -162,7 +194,10 @@ def _draw(
         share = tl.load(sampling.top_p + row)
         if finite & (share < 1.0):
             wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
-            floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
+            floor = tl.maximum(
+                floor,
+                _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST),
+            )
     seed = tl.load(sampling.seeds + row)
     position = tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
@@ -178,13 +213,17 @@ def _draw(
             ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
         # In log space: weights underflow float32 at low temperatures.
         score = score - tl.log(exponential(seed, position, ids))
-        race = tl.maximum(race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING))
+        race = tl.maximum(
+            race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING)
+        )
     drawn = columns_of(tl.max(race, axis=0))
     token = tl.where(cold, token, drawn)
     tl.store(tokens + row * token_stride + number, tl.where(finite, token, INVALID))
 
 
-def draw_rows(logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+def draw_rows(
+    logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None
+) -> torch.Tensor:
     """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
     tokens = torch.empty(len(logits), 1, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -196,12 +235,16 @@ def with_seeds(sampling: Sampling) -> Sampling:
     """The sampling parameters, with seeds from torch's generator if they have none."""
     if sampling.seeds is not None and sampling.positions is not None:
         return sampling
-    seeds = torch.randint(1 << 62, sampling.temperature.shape, device=sampling.temperature.device)
+    seeds = torch.randint(
+        1 << 62, sampling.temperature.shape, device=sampling.temperature.device
+    )
     return sampling._replace(seeds=seeds, positions=torch.zeros_like(seeds))
 
 
 def draw_next(
-    logits: torch.Tensor,  # [rows, draws, entries], each row contiguous; or [rows, 1, entries] of this draw alone
+    # [rows, draws, entries], each row contiguous; or [rows, 1, entries] of this draw
+    # alone
+    logits: torch.Tensor,
     sampling: Sampling,  # with seeds, at the positions of the first draw
     number: int,  # index of the draw
     tokens: torch.Tensor,  # [rows, draws] int64, output
@@ -237,13 +280,18 @@ def _accept(
     BLOCK: tl.constexpr,
 ) -> None:
     request = tl.program_id(0)
-    start, end = tl.load(starts + request), tl.load(starts + request + 1)
+    start = tl.load(starts + request)
+    end = tl.load(starts + request + 1)
     place = tl.arange(0, BLOCK)
-    here, follows = place < end - start, place + 1 < end - start
+    here = place < end - start
+    follows = place + 1 < end - start
     token = tl.load(drawn + start + place, mask=here, other=0)
     draft = tl.load(drafts + start + place + 1, mask=follows, other=-1)
     tl.store(tokens + request * width + place, token, mask=place < width)
-    tl.store(counts + request, tl.min(tl.where(follows & (token == draft), BLOCK, place), axis=0) + 1)
+    tl.store(
+        counts + request,
+        tl.min(tl.where(follows & (token == draft), BLOCK, place), axis=0) + 1,
+    )
 
 
 def accept_drawn(
@@ -253,5 +301,13 @@ def accept_drawn(
     requests = len(starts) - 1
     tokens = drafts.new_empty(requests, width)
     counts = torch.empty(requests, dtype=torch.int32, device=drawn.device)
-    _accept[(requests,)](drawn, drafts, starts, tokens, counts, width, BLOCK=triton.next_power_of_2(width))
+    _accept[(requests,)](
+        drawn,
+        drafts,
+        starts,
+        tokens,
+        counts,
+        width,
+        BLOCK=triton.next_power_of_2(width),
+    )
     return tokens, counts

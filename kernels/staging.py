@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting's inputs from a step that has just been verified, gathered into fixed buffers.
+"""Drafting's inputs from a step that has just been verified, gathered into fixed
+buffers.
 
-The drafts' CUDA graphs read the inputs there, so a decode step launches only this before it replays a graph.
+The drafts' CUDA graphs read the inputs there, so a decode step launches only this
+before it replays a graph.
 """
 
 from typing import NamedTuple
@@ -13,10 +15,18 @@ class StepEnd(NamedTuple):
     """A verified step as vLLM's runner V2 leaves it, with a place for each request of the batch."""
 
     rows: torch.Tensor  # [requests] int32, request rows
-    query_starts: torch.Tensor  # [at least requests + 1] int32, where each request's tokens begin
-    num_sampled: torch.Tensor  # [requests] int32, tokens that each emitted; 0 within a prompt
-    num_rejected: torch.Tensor  # [requests] int32, scheduled tokens after the last accepted token
-    last_sampled: torch.Tensor  # [request rows, 1] int64, the last token that each emitted
+    query_starts: (
+        torch.Tensor
+    )  # [at least requests + 1] int32, where each request's tokens begin
+    num_sampled: (
+        torch.Tensor
+    )  # [requests] int32, tokens that each emitted; 0 within a prompt
+    num_rejected: (
+        torch.Tensor
+    )  # [requests] int32, scheduled tokens after the last accepted token
+    last_sampled: (
+        torch.Tensor
+    )  # [request rows, 1] int64, the last token that each emitted
     positions: torch.Tensor  # [tokens] int64
     hidden: torch.Tensor  # [tokens, hidden] normed states
     seeds: torch.Tensor  # [request rows] int64
@@ -27,7 +37,9 @@ class Staged(NamedTuple):
 
     rows: torch.Tensor  # [requests] int64, request rows; -1 for padding
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    places: torch.Tensor  # [requests] int64, the step's token whose state gave the newest token
+    places: (
+        torch.Tensor
+    )  # [requests] int64, the step's token whose state gave the newest token
     positions: torch.Tensor  # [requests] int64, of the newest token
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32
@@ -35,9 +47,11 @@ class Staged(NamedTuple):
 
 
 def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
-    """Gather the drafting inputs of the step's requests, and mark the padding after them.
+    """Gather the drafting inputs of the step's requests, and mark the padding after
+    them.
 
-    A prefill chunk that does not end its prompt sampled nothing, so it counts as padding.
+    A prefill chunk that does not end its prompt sampled nothing, so it counts as
+    padding.
 
     Args:
         end: the step.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top-k of an early head over a vocabulary that is split across tensor-parallel ranks.
 
-Each rank reduces its own shard to (value, token id) pairs and one log-sum-exp; only those are exchanged, so
-the traffic is k + 1 numbers per row and rank instead of a vocabulary of logits.
+Each rank reduces its own shard to (value, token id) pairs and one log-sum-exp; only
+those are exchanged, so the traffic is k + 1 numbers per row and rank instead of a
+vocabulary of logits.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,9 @@ class ShardTopK(NamedTuple):
     """The top-k of one rank's shard."""
 
     values: torch.Tensor  # [rows, k] float32, descending
-    token_ids: torch.Tensor  # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not finite
+    # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not
+    # finite
+    token_ids: torch.Tensor
     logsumexp: torch.Tensor  # [rows] float32, over the shard
 
 
@@ -30,24 +33,32 @@ def shard_topk(
     """Reduce one shard's logits to its k best entries.
 
     Args:
-        logits: this rank's logits; columns from num_valid on are padding and are never returned.
+        logits: this rank's logits; columns from num_valid on are padding and are never
+            returned.
         k: entries per row, 1 <= k <= num_valid.
         vocab_start: id of the shard's first token in the whole vocabulary.
         num_valid: number of columns that are real tokens.
-        with_logsumexp: whether a probability will be needed; if not, the log-sum-exp is arbitrary, which saves a pass.
+        with_logsumexp: whether a probability will be needed; if not, the log-sum-exp is
+            arbitrary, which saves a pass.
 
     Raises:
         ValueError: if k is not within 1..num_valid.
     """
     if not 1 <= k <= num_valid:
-        raise ValueError(f"k={k} is outside 1..{num_valid}, the number of tokens in this shard")
+        raise ValueError(
+            f"k={k} is outside 1..{num_valid}, the number of tokens in this shard"
+        )
     logits = logits[:, :num_valid]
     # max() is a single pass where topk() sorts; k = 1 is the common case.
-    values, columns = logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
+    values, columns = (
+        logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
+    )
     if with_logsumexp:
         logsumexp = torch.logsumexp(logits.float(), dim=-1)
     else:
-        logsumexp = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+        logsumexp = torch.zeros(
+            logits.shape[0], dtype=torch.float32, device=logits.device
+        )
     ids = torch.where(values.isfinite(), columns + vocab_start, INVALID)
     return ShardTopK(values.float(), ids, logsumexp)
 
@@ -67,7 +78,8 @@ def merge_topk(
     """
     rows = values.shape[0]
     flat_values = values.reshape(rows, -1)
-    # A stable sort makes the order of ties the same on every rank; topk promises no order.
+    # A stable sort makes the order of ties the same on every rank; topk promises no
+    # order.
     order = flat_values.argsort(dim=-1, descending=True, stable=True)[:, :k]
     best = flat_values.gather(-1, order)
     ids = token_ids.reshape(rows, -1).gather(-1, order).to(torch.int64)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses through a frozen unembedding: gradients reach the states, and no row of logits outlives its chunk.
+"""Losses through a frozen unembedding: gradients reach the states, and no row of logits
+outlives its chunk.
 
-The unembedding E is fixed, so the part of the gradient that depends on a row's logits is computed in the forward pass,
-chunk after chunk, and memory is chunk x vocabulary for any number of rows.
+The unembedding E is fixed, so the part of the gradient that depends on a row's logits
+is computed in the forward pass, chunk after chunk, and memory is chunk x vocabulary for
+any number of rows.
 """
 
 from typing import Any
@@ -10,9 +12,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# Logits held at once: as many as a CPU's caches hold (1.8 times faster than 2^23), or enough to fill a GPU.
+# Logits held at once: as many as a CPU's caches hold (1.8 times faster than 2^23), or
+# enough to fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-# With fewer rows, each chunk reads a large unembedding for little work: 2.2 times slower with 16 rows of 49,152 tokens.
+# With fewer rows, each chunk reads a large unembedding for little work: 2.2 times
+# slower with 16 rows of 49,152 tokens.
 LEAST_ROWS = 128
 
 
@@ -24,7 +28,13 @@ def rows_a_chunk(unembedding: torch.Tensor) -> int:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: torch.Tensor, tokens: torch.Tensor, unembedding: torch.Tensor, bias: Any) -> Any:
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        unembedding: torch.Tensor,
+        bias: Any,
+    ) -> Any:
         rows = states.to(unembedding.dtype)
         dtype = torch.promote_types(unembedding.dtype, torch.float32)
         result = torch.empty(tokens.shape, dtype=dtype, device=rows.device)
@@ -47,8 +57,15 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         tokens, unembedding, expected = ctx.saved_tensors
         weights = grads[0].to(unembedding.dtype)
-        gradient = functional.embedding_bag(tokens, unembedding, per_sample_weights=weights, mode="sum")
-        return (gradient - weights.sum(1, keepdim=True) * expected).to(ctx.dtype), None, None, None
+        gradient = functional.embedding_bag(
+            tokens, unembedding, per_sample_weights=weights, mode="sum"
+        )
+        return (
+            (gradient - weights.sum(1, keepdim=True) * expected).to(ctx.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def token_log_probs(
@@ -57,8 +74,12 @@ def token_log_probs(
     unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
     bias: torch.Tensor | None = None,  # [vocabulary]
 ) -> torch.Tensor:
-    """log softmax(E h)[token] of each row, differentiable in the states: the tokens' shape, at least float32."""
-    log_probs = _TokenLogProbs.apply(states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias)
+    """log softmax(E h)[token] of each row, differentiable in the states: the tokens'
+    shape, at least float32.
+    """
+    log_probs = _TokenLogProbs.apply(
+        states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias
+    )
     return log_probs.view(tokens.shape)
 
 
@@ -72,13 +93,17 @@ def top_log_probs(
     """The k likeliest tokens of each row in descending order.
 
     Returns:
-        (token IDs [rows, k] int64, their log softmax(E h) over the whole vocabulary [rows, k] float32).
+        (token IDs [rows, k] int64, their log softmax(E h) over the whole vocabulary
+        [rows, k] float32).
     """
     rows = states.to(unembedding.dtype)
-    ids, log_probs = [], []
+    ids = []
+    log_probs = []
     step = rows_a_chunk(unembedding)
     for start in range(0, len(rows), step):
-        logits = functional.linear(rows[start : start + step], unembedding, bias).float()
+        logits = functional.linear(
+            rows[start : start + step], unembedding, bias
+        ).float()
         best = logits.topk(k, dim=-1)
         ids.append(best.indices)
         log_probs.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
@@ -88,26 +113,40 @@ def top_log_probs(
 class _KLToTeacher(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, students: torch.Tensor, teacher: torch.Tensor, unembedding: torch.Tensor, bias: Any, compare: bool
+        ctx: Any,
+        students: torch.Tensor,
+        teacher: torch.Tensor,
+        unembedding: torch.Tensor,
+        bias: Any,
+        compare: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = unembedding.dtype
         exits, rows = students.shape[:2]
-        divergence = torch.empty(exits, rows, dtype=torch.float32, device=students.device)
+        divergence = torch.empty(
+            exits, rows, dtype=torch.float32, device=students.device
+        )
         match = torch.zeros(exits, rows, dtype=torch.bool, device=students.device)
         gradient = torch.empty(students.shape, dtype=dtype, device=students.device)
         step = rows_a_chunk(unembedding)
         for start in range(0, rows, step):
             part = slice(start, start + step)
-            log_p = functional.log_softmax(functional.linear(teacher[part].to(dtype), unembedding, bias).float(), -1)
+            log_p = functional.log_softmax(
+                functional.linear(teacher[part].to(dtype), unembedding, bias).float(),
+                -1,
+            )
             p = log_p.exp()
             best = log_p.argmax(-1)
             negative_entropy = (p * log_p).sum(-1)
             for index in range(exits):
-                logits = functional.linear(students[index, part].to(dtype), unembedding, bias).float()
+                logits = functional.linear(
+                    students[index, part].to(dtype), unembedding, bias
+                ).float()
                 total = torch.logsumexp(logits, dim=-1)
                 if compare:
                     match[index, part] = logits.argmax(-1) == best
-                divergence[index, part] = negative_entropy + total - torch.linalg.vecdot(p, logits)
+                divergence[index, part] = (
+                    negative_entropy + total - torch.linalg.vecdot(p, logits)
+                )
                 if ctx.needs_input_grad[0]:
                     difference = logits.sub_(total[:, None]).exp_().sub_(p)
                     gradient[index, part] = difference.to(dtype) @ unembedding
@@ -129,10 +168,12 @@ def kl_to_teacher(
     bias: torch.Tensor | None = None,  # [vocabulary]
     compare: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1); all exits share the teacher's logits.
+    """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1); all exits
+    share the teacher's logits.
 
     Returns:
-        (KL in nats [exits, rows] float32, differentiable in the students; whether the arg-max agrees [exits, rows],
-        False without compare, which costs a pass over the logits).
+        (KL in nats [exits, rows] float32, differentiable in the students; whether the
+        arg-max agrees [exits, rows], False without compare, which costs a pass over the
+        logits).
     """
     return _KLToTeacher.apply(students, teacher, unembedding, bias, compare)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a model: its decoder layers as consecutive stacks, each of which can run separately.
+"""The cut of a model: its decoder layers as consecutive stacks, each of which can run
+separately.
 
-    token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
+    token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last
+    stack: layers ..L, norm] -> hidden
 
 A multimodal model's forward gets embeddings, so its first stack starts from them.
 
-The whole model is its stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
-draft, and the deep pass that completes deferred KV. Without CUDA graphs the full forward is one more compiled piece.
+The whole model is its stacks in a row, so the same compiled pieces serve the full
+forward, the shallow passes that draft, and the deep pass that completes deferred KV.
+Without CUDA graphs the full forward is one more compiled piece.
 
-Under pipeline parallelism, a process holds only the stacks of its stage; every stage but the last ends in a state, from
-which the next stage starts.
+Under pipeline parallelism, a process holds only the stacks of its stage; every stage
+but the last ends in a state, from which the next stage starts.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_ppd.model_patches.families import MULTIMODAL, adapter_path
 
-# (hidden, residual) at a cut, both [tokens, hidden size]; the residual is None in families without one.
+# (hidden, residual) at a cut, both [tokens, hidden size]; the residual is None in
+# families without one.
 CutState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Adapter(ABC):
-    """The interface through which a family's model is cut. It holds the loaded model and adds no weights."""
+    """The interface through which a family's model is cut. It holds the loaded model
+    and adds no weights.
+    """
 
     has_residual: bool
 
@@ -93,15 +99,25 @@ def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
 
 
 class Stack(nn.Module):
-    """Consecutive layers [start, stop) of the target; the first stack also embeds, the last also applies the norm.
+    """Consecutive layers [start, stop) of the target; the first stack also embeds, the
+    last also applies the norm.
 
-    Layers beyond the target's may be given; they are numbered after the target's, and their output is normed.
+    Layers beyond the target's may be given; they are numbered after the target's, and
+    their output is normed.
     """
 
-    def __init__(self, *, adapter: Adapter, start: int, stop: int, layers: Sequence[nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        adapter: Adapter,
+        start: int,
+        stop: int,
+        layers: Sequence[nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.adapter = adapter
-        self.start, self.stop = start, stop
+        self.start = start
+        self.stop = stop
         self.layers: Sequence[nn.Module] = adapter.layers[start:stop]
         if layers is not None:
             self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
@@ -115,7 +131,9 @@ class Stack(nn.Module):
         residual: torch.Tensor | None,
     ) -> torch.Tensor | CutState:
         hidden, residual = self.adapter.run(self.layers, positions, hidden, residual)
-        return self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
+        return (
+            self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
+        )
 
 
 class FirstStack(Stack):
@@ -124,19 +142,25 @@ class FirstStack(Stack):
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor | CutState:
-        hidden, residual = self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
-        return self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
+        hidden, residual = self.adapter.run(
+            self.layers, positions, self.adapter.embed(input_ids), None
+        )
+        return (
+            self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
+        )
 
 
 def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
     """Build a stack with vLLM's compilation support.
 
-    vLLM keys compiled code by class and code object; two stacks of one class would run each other's layers. Each
-    stack therefore gets a class and a code object of its own.
+    vLLM keys compiled code by class and code object; two stacks of one class would run
+    each other's layers. Each stack therefore gets a class and a code object of its own.
     """
     name = f"{base.__name__}_{kwargs['start']}_{kwargs['stop']}"
     code = base.forward.__code__.replace(co_name=name)
-    forward = types.FunctionType(code, base.forward.__globals__, name, None, base.forward.__closure__)
+    forward = types.FunctionType(
+        code, base.forward.__globals__, name, None, base.forward.__closure__
+    )
     forward.__qualname__ = f"{name}.forward"
     forward.__annotations__ = dict(base.forward.__annotations__)
     tokens_first = (
@@ -156,7 +180,9 @@ def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
 
 
 def summed(state: CutState) -> torch.Tensor:
-    """The sum of a state [tokens, hidden], which a layer's norm reads; a layer computes the same from (sum, None)."""
+    """The sum of a state [tokens, hidden], which a layer's norm reads; a layer computes
+    the same from (sum, None).
+    """
     return state[0].clone() if state[1] is None else state[0] + state[1]
 
 
@@ -165,11 +191,12 @@ class ModelCut:
 
     Args:
         model: the causal LM as vLLM loaded it.
-        vllm_config: vLLM's configuration; its compilation mode also applies to the stacks.
+        vllm_config: vLLM's configuration; its compilation mode also applies to the
+            stacks.
         exit_layers: ascending layer counts after which to cut, each inside the stage.
         layers: (first, last + 1) of this pipeline stage; None: all.
-        whole: whether to compile the full forward as one more piece: starting a piece costs host time, which CUDA
-            graphs hide.
+        whole: whether to compile the full forward as one more piece: starting a piece
+            costs host time, which CUDA graphs hide.
         embedded: whether forwards get embeddings in place of token IDs.
 
     Raises:
@@ -191,20 +218,34 @@ class ModelCut:
         self.adapter = adapter_of(model, vllm_config)
         self.embedded = embedded
         first, last = layers or (0, len(self.adapter.layers))
-        if list(exit_layers) != sorted(set(exit_layers)) or not all(first < e < last for e in exit_layers):
-            raise ValueError(f"exit layers {list(exit_layers)} are not ascending within {first + 1}..{last - 1}")
+        if list(exit_layers) != sorted(set(exit_layers)) or not all(
+            first < e < last for e in exit_layers
+        ):
+            raise ValueError(
+                f"exit layers {list(exit_layers)} are not ascending within "
+                f"{first + 1}..{last - 1}"
+            )
         self.exit_layers = tuple(exit_layers)
         bounds = [first, *exit_layers, last]
         starts = self.first_stack_embedded if embedded else self.first_stack
         self.stacks: list[Stack] = [
-            compiled_stack(starts if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop)
+            compiled_stack(
+                starts if start == 0 else Stack,
+                vllm_config,
+                adapter=self.adapter,
+                start=start,
+                stop=stop,
+            )
             for start, stop in itertools.pairwise(bounds)
         ]
         self.whole: Stack | None = None
         if whole:
             kind = Stack if embedded else FirstStack
-            self.whole = compiled_stack(kind, vllm_config, adapter=self.adapter, start=first, stop=last)
-        # CUDA graphs read their inputs at fixed addresses, so these buffers pass the state from stack to stack.
+            self.whole = compiled_stack(
+                kind, vllm_config, adapter=self.adapter, start=first, stop=last
+            )
+        # CUDA graphs read their inputs at fixed addresses, so these buffers pass the
+        # state from stack to stack.
         self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
 
@@ -214,24 +255,38 @@ class ModelCut:
         return [*self.stacks, *([] if self.whole is None else [self.whole])]
 
     def allocate_graph_buffers(
-        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Allocate the buffers between stacks for CUDA graphs."""
         hidden = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
-        self.graph_buffers = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
+        self.graph_buffers = (
+            hidden,
+            torch.zeros_like(hidden) if self.adapter.has_residual else None,
+        )
 
     def in_graph_buffers(self, state: CutState) -> CutState:
-        """The state where the next stack expects it: the state itself, or its copy in the CUDA graphs' buffers."""
+        """The state where the next stack expects it: the state itself, or its copy in
+        the CUDA graphs' buffers.
+        """
         if self.graph_buffers is None:
             return state
         views = tuple(
-            None if buffer is None or part is None else buffer[: part.shape[0]].copy_(part)
+            None
+            if buffer is None or part is None
+            else buffer[: part.shape[0]].copy_(part)
             for buffer, part in zip(self.graph_buffers, state, strict=True)
         )
         return views[0], views[1]  # type: ignore[return-value]
 
-    def embeddings(self, input_ids: torch.Tensor | None, given: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The embeddings from which the first stack starts, [tokens, hidden]; None if it embeds token IDs itself.
+    def embeddings(
+        self, input_ids: torch.Tensor | None, given: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The embeddings from which the first stack starts, [tokens, hidden]; None if
+        it embeds token IDs itself.
 
         Args:
             input_ids: [tokens]; may be None if embeddings are given.
@@ -252,7 +307,11 @@ class ModelCut:
         embeddings: torch.Tensor | None,
     ) -> Any:
         """Run a stack that begins at the model's input."""
-        return stack(input_ids, positions) if embeddings is None else stack(positions, embeddings, None)
+        return (
+            stack(input_ids, positions)
+            if embeddings is None
+            else stack(positions, embeddings, None)
+        )
 
     def forward(
         self,
@@ -267,16 +326,24 @@ class ModelCut:
             input_ids: [tokens].
             positions: [tokens].
             state: from the previous pipeline stage; None on the first.
-            inputs_embeds: [tokens, hidden] in place of input_ids, for a multimodal model.
+            inputs_embeds: [tokens, hidden] in place of input_ids, for a multimodal
+                model.
 
         Returns:
-            Normed hidden states [tokens, hidden]; the state if the target's last layer is in a later stage.
+            Normed hidden states [tokens, hidden]; the state if the target's last layer
+            is in a later stage.
         """
-        embeddings = self.embeddings(input_ids, inputs_embeds) if state is None else None
+        embeddings = (
+            self.embeddings(input_ids, inputs_embeds) if state is None else None
+        )
         if self.whole is not None:
-            if get_forward_context().attn_metadata is None:  # vLLM's trial run, in which the stacks are compiled, too
+            if (
+                get_forward_context().attn_metadata is None
+            ):  # vLLM's trial run, in which the stacks are compiled, too
                 self._in_a_row(input_ids, positions, state, embeddings)
-            output: torch.Tensor = self.start(self.whole, input_ids, positions, embeddings)
+            output: torch.Tensor = self.start(
+                self.whole, input_ids, positions, embeddings
+            )
             return output
         return self._in_a_row(input_ids, positions, state, embeddings)
 
@@ -289,7 +356,8 @@ class ModelCut:
     ) -> torch.Tensor | CutState:
         stacks = self.stacks
         if state is None:
-            state, stacks = self.start(stacks[0], input_ids, positions, embeddings), stacks[1:]
+            state = self.start(stacks[0], input_ids, positions, embeddings)
+            stacks = stacks[1:]
             assert state is not None
         if not stacks:
             return state
@@ -300,4 +368,8 @@ class ModelCut:
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
         """The names of vLLM's attention layers in a stack."""
         stack = self.stacks[level]
-        return [name for name in names if stack.start <= extract_layer_index(name) < stack.stop]
+        return [
+            name
+            for name in names
+            if stack.start <= extract_layer_index(name) < stack.stop
+        ]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with branches: further layers that read the pre-final hidden state, the last layer's input (DynaMo).
+"""A model with branches: further layers that read the pre-final hidden state, the last
+layer's input (DynaMo).
 
     token ids -> [embed, layers ..L-1] -> pre-final state -> [layer L, norm] -> hidden
-                                                          -> [branch: a token head's layer, norm] -> hidden
+                                                          -> [branch: a token head's
+                                                          layer, norm] -> hidden
 
-The target stays in one piece, so a forward without the branches takes as long as vLLM's own. Heads that read the
-states of several layers need no branch: the forward stores these states (TappedModel).
+The target stays in one piece, so a forward without the branches takes as long as vLLM's
+own. Heads that read the states of several layers need no branch: the forward stores
+these states (TappedModel).
 """
 
 import itertools
@@ -16,13 +19,25 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, summed
+from vllm_ppd.model_patches.base import (
+    CutState,
+    FirstStack,
+    ModelCut,
+    Stack,
+    compiled_stack,
+    summed,
+)
 
 
 def tapped(
-    stack: Stack, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    stack: Stack,
+    positions: torch.Tensor,
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Normed hidden states, and the sums that the layers at the stack's taps read, [tokens, hidden] each."""
+    """Normed hidden states, and the sums that the layers at the stack's taps read,
+    [tokens, hidden] each.
+    """
     state: CutState = (hidden, residual)
     states = []
     for start, stop in itertools.pairwise([0, *stack.taps, len(stack.layers)]):
@@ -42,12 +57,18 @@ class TappedStack(FirstStack):
 class TappedEmbeddedStack(Stack):
     """A TappedStack that starts from embeddings."""
 
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> Any:
         return tapped(self, positions, hidden, residual)
 
 
 class TappedModel(ModelCut):
-    """A loaded model, in one piece, whose forward keeps the states after some of its layers.
+    """A loaded model, in one piece, whose forward keeps the states after some of its
+    layers.
 
     Args:
         model: the causal LM as vLLM loaded it.
@@ -61,9 +82,16 @@ class TappedModel(ModelCut):
 
     first_stack = TappedStack
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layers: Sequence[int], buffers: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        layers: Sequence[int],
+        buffers: torch.Tensor,
+    ) -> None:
         super().__init__(model, vllm_config, ())
-        self.stacks[0].taps, self.buffers = tuple(layers), buffers
+        self.stacks[0].taps = tuple(layers)
+        self.buffers = buffers
 
     def forward(
         self,
@@ -80,47 +108,71 @@ class TappedModel(ModelCut):
 
 
 class Branches(Stack):
-    """Further layers that read the same state, compiled as one piece, since starting a piece costs host time."""
+    """Further layers that read the same state, compiled as one piece, since starting a
+    piece costs host time.
+    """
 
     def forward(  # type: ignore[override]
-        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        """Return each layer's normed hidden states [tokens, hidden], given the pre-final state without a residual."""
+        """Return each layer's normed hidden states [tokens, hidden], given the
+        pre-final state without a residual.
+        """
         return tuple(
-            self.adapter.norm(*self.adapter.run([layer], positions, hidden.clone(), None)) for layer in self.layers
+            self.adapter.norm(
+                *self.adapter.run([layer], positions, hidden.clone(), None)
+            )
+            for layer in self.layers
         )
 
 
 class BranchedModel(ModelCut):
-    """A loaded model whose forward runs further layers beside its last one, unless they are skipped.
+    """A loaded model whose forward runs further layers beside its last one, unless they
+    are skipped.
 
     Args:
         model: the causal LM as vLLM loaded it.
-        vllm_config: vLLM's configuration; its compilation mode also applies to the branches.
+        vllm_config: vLLM's configuration; its compilation mode also applies to the
+            branches.
         embedded: whether forwards are given embeddings in place of token IDs.
     """
 
     first_stack = TappedStack
     first_stack_embedded = TappedEmbeddedStack
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False
+    ) -> None:
         super().__init__(model, vllm_config, (), embedded=embedded)
         self.stacks[0].taps = (len(self.adapter.layers) - 1,)
         self.branches: Stack | None = None
-        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden], their latest output
+        self.branch_hidden: torch.Tensor | None = (
+            None  # [branches, max tokens, hidden], their latest output
+        )
         self.skip_branches = False  # whether forwards leave out the branches
 
-    def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
+    def add_branches(
+        self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor
+    ) -> None:
         """Run further layers in every forward.
 
         Args:
             layers: layers of the target's kind, one per branch.
             vllm_config: vLLM's configuration.
-            hidden: [branches, max tokens, hidden] buffer for the layers' normed hidden states.
+            hidden: [branches, max tokens, hidden] buffer for the layers' normed hidden
+                states.
         """
         first = len(self.adapter.layers)
         self.branches = compiled_stack(
-            Branches, vllm_config, adapter=self.adapter, start=first, stop=first + len(layers), layers=layers
+            Branches,
+            vllm_config,
+            adapter=self.adapter,
+            start=first,
+            stop=first + len(layers),
+            layers=layers,
         )
         self.branch_hidden = hidden
 
@@ -129,9 +181,16 @@ class BranchedModel(ModelCut):
         return [*super().compiled, *([] if self.branches is None else [self.branches])]
 
     def allocate_graph_buffers(
-        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        max_tokens: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self.graph_buffers = (torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device), None)
+        self.graph_buffers = (
+            torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device),
+            None,
+        )
 
     def forward(
         self,
@@ -143,9 +202,15 @@ class BranchedModel(ModelCut):
         """As ModelCut.forward; the model is in one pipeline stage."""
         embeddings = self.embeddings(input_ids, inputs_embeds)
         output, before = self.start(self.stacks[0], input_ids, positions, embeddings)
-        if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
+        if (
+            self.branches is not None
+            and self.branch_hidden is not None
+            and not self.skip_branches
+        ):
             if self.graph_buffers is not None:
-                output = output.clone()  # the branches' CUDA graphs may reuse the memory of the target's last graph
+                # the branches' CUDA graphs may reuse the memory of the target's last
+                # graph
+                output = output.clone()
             states = self.branches(positions, *self.in_graph_buffers((before, None)))
             for hidden, state in zip(self.branch_hidden, states, strict=True):
                 hidden[: output.shape[0]].copy_(state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's final norm outside of compiled code, with vLLM's own kernel.
 
-When vLLM compiles the model, the norms consist of torch operations that only torch.compile fuses; outside of compiled
-code, such a norm takes about ten launches.
+When vLLM compiles the model, the norms consist of torch operations that only
+torch.compile fuses; outside of compiled code, such a norm takes about ten launches.
 """
 
 from collections.abc import Iterator

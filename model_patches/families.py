@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that can be cut, and their adapters. Imports no model code, so that it can refuse before a model loads."""
+"""Families that can be cut, and their adapters. Imports no model code, so that it can
+refuse before a model loads.
+"""
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
 GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
@@ -45,10 +47,12 @@ NO_TOKEN_HEADS: tuple[str, ...] = (
 
 
 def adapter_path(architectures: list[str] | None) -> str:
-    """The dotted path of the adapter for a model; for a multimodal model, of its language model's family.
+    """The dotted path of the adapter for a model; for a multimodal model, of its
+    language model's family.
 
     Raises:
-        ValueError: if the family cannot be cut; the message names it and lists those that can.
+        ValueError: if the family cannot be cut; the message names it and lists those
+            that can.
     """
     for name in architectures or []:
         if name in FAMILIES:

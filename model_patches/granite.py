@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for Granite: layers that add their residual themselves, and embeddings that are scaled."""
+"""Adapter for Granite: layers that add their residual themselves, and embeddings that
+are scaled.
+"""
 
 from collections.abc import Sequence
 
@@ -16,10 +18,17 @@ class GraniteAdapter(LlamaLikeAdapter):
     has_residual = False
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.decoder.embed_input_ids(input_ids) * self.decoder.config.embedding_multiplier
+        return (
+            self.decoder.embed_input_ids(input_ids)
+            * self.decoder.config.embedding_multiplier
+        )
 
     def run(
-        self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        layers: Sequence[nn.Module],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> CutState:
         for layer in layers:
             hidden = layer(positions, hidden)

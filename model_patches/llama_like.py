@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for vLLM's own decoders: layers take positions, hidden states and a residual, which the final norm adds."""
+"""Adapter for vLLM's own decoders: layers take positions, hidden states and a residual,
+which the final norm adds.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,17 @@ class LlamaLikeAdapter(Adapter):
         return self.decoder.embed_input_ids(input_ids)
 
     def run(
-        self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+        self,
+        layers: Sequence[nn.Module],
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
     ) -> CutState:
         for layer in layers:
             # Arguments go by name: gpt-oss takes them in another order.
-            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
+            hidden, residual = layer(
+                positions=positions, hidden_states=hidden, residual=residual
+            )
         return hidden, residual
 
     def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -46,11 +54,16 @@ class LlamaLikeAdapter(Adapter):
         ) -> torch.Tensor | IntermediateTensors:
             state = None
             if intermediate_tensors is not None:
-                state = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+                state = (
+                    intermediate_tensors["hidden_states"],
+                    intermediate_tensors["residual"],
+                )
             output = cut.forward(input_ids, positions, state, inputs_embeds)
             if isinstance(output, torch.Tensor):
                 return output
-            return IntermediateTensors({"hidden_states": output[0], "residual": output[1]})
+            return IntermediateTensors(
+                {"hidden_states": output[0], "residual": output[1]}
+            )
 
         # The stacks are compiled, so the decoder around them must not be.
         self.decoder.do_not_compile = True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Further decoder layers of the target's own class: DynaMo's token heads inside vLLM.
 
-They are numbered after the target's last layer, so vLLM allocates their KV beside the target's, in the same blocks:
-prefix caching, preemption and chunked prefill treat both alike.
+They are numbered after the target's last layer, so vLLM allocates their KV beside the
+target's, in the same blocks: prefix caching, preemption and chunked prefill treat both
+alike.
 """
 
 import contextlib
@@ -22,11 +23,16 @@ from vllm_ppd.model_patches.base import Adapter
 
 
 def build_layers(
-    adapter: Adapter, vllm_config: VllmConfig, tensors: list[dict[str, torch.Tensor]], device: torch.device
+    adapter: Adapter,
+    vllm_config: VllmConfig,
+    tensors: list[dict[str, torch.Tensor]],
+    device: torch.device,
 ) -> list[nn.Module]:
-    """Build one layer per dictionary of weights, which has the names of a decoder layer in the target's checkpoint.
+    """Build one layer per dictionary of weights, which has the names of a decoder layer
+    in the target's checkpoint.
 
-    Call this before the KV cache is sized. The layers are not quantised, even if the target is.
+    Call this before the KV cache is sized. The layers are not quantised, even if the
+    target is.
 
     Raises:
         ValueError: if weights of a layer are missing or unknown.
@@ -53,12 +59,16 @@ def build_layers(
 
 def _prefix_of(adapter: Adapter, layer: nn.Module) -> str:
     """The name of the list of layers, such as model.layers."""
-    name = next(name for name, module in adapter.model.named_modules() if module is layer)
+    name = next(
+        name for name, module in adapter.model.named_modules() if module is layer
+    )
     return name.rpartition(".")[0]
 
 
 def _build(cls: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    """Build a layer, from vLLM's whole configuration or from three parts of it, as its class requires."""
+    """Build a layer, from vLLM's whole configuration or from three parts of it, as its
+    class requires.
+    """
     parameters = inspect.signature(cls.__init__).parameters
     if "vllm_config" in parameters:
         return cls(vllm_config=vllm_config, prefix=prefix)
@@ -71,15 +81,22 @@ def _build(cls: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Mod
 
 
 def _load(layer: nn.Module, weights: dict[str, torch.Tensor], decoder: Any) -> None:
-    loaded = AutoWeightsLoader(layer).load_weights(weights.items(), mapper=getattr(decoder, "hf_to_vllm_mapper", None))
+    loaded = AutoWeightsLoader(layer).load_weights(
+        weights.items(), mapper=getattr(decoder, "hf_to_vllm_mapper", None)
+    )
     missing = {name for name, _ in layer.named_parameters()} - loaded
     if missing:
-        raise ValueError(f"token head lacks weights for {sorted(missing)[0]}; the heads are of another model family")
+        raise ValueError(
+            f"token head lacks weights for {sorted(missing)[0]}; the heads are of "
+            "another model family"
+        )
 
 
 @contextlib.contextmanager
 def _longer(config: Any, layers: int) -> Iterator[None]:
-    """Extend layer_types by the last layer's kind, for families whose layers look up their kind by number."""
+    """Extend layer_types by the last layer's kind, for families whose layers look up
+    their kind by number.
+    """
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         yield

@@ -12,18 +12,28 @@ MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
-    """Write an adapter of the layers, the input embeddings and the LM head, strong enough to change what is said."""
+    """Write an adapter of the layers, the input embeddings and the LM head, strong
+    enough to change what is said.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in (*MODULES, "lm_head"):
-            tensors[f"base_model.model.{module}.lora_A.weight"] = scale * torch.randn(RANK, weight.shape[1])
-            tensors[f"base_model.model.{module}.lora_B.weight"] = scale * torch.randn(weight.shape[0], RANK)
+            tensors[f"base_model.model.{module}.lora_A.weight"] = scale * torch.randn(
+                RANK, weight.shape[1]
+            )
+            tensors[f"base_model.model.{module}.lora_B.weight"] = scale * torch.randn(
+                weight.shape[0], RANK
+            )
         elif module.endswith("embed_tokens"):
-            tensors[f"base_model.model.{module}.lora_embedding_A"] = scale * torch.randn(RANK, weight.shape[0])
-            tensors[f"base_model.model.{module}.lora_embedding_B"] = scale * torch.randn(weight.shape[1], RANK)
+            tensors[f"base_model.model.{module}.lora_embedding_A"] = (
+                scale * torch.randn(RANK, weight.shape[0])
+            )
+            tensors[f"base_model.model.{module}.lora_embedding_B"] = (
+                scale * torch.randn(weight.shape[1], RANK)
+            )
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",

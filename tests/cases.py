@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the exactness suite: each runs the same requests on two engines; the tokens must be identical."""
+"""The cases of the exactness suite: each runs the same requests on two engines; the
+tokens must be identical.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,7 +12,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "ok": {"type": "boolean"},
+    },
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
@@ -19,7 +24,10 @@ SCHEMA = {
 def prompts(count: int, longest: int = 120) -> list[dict[str, list[int]]]:
     """Prompts of different lengths, most of them longer than a chunk."""
     lengths = [3 + (longest * (i + 1)) // count for i in range(count)]
-    return [{"prompt_token_ids": [(7 * i + j * j) % 250 + 2 for j in range(n)]} for i, n in enumerate(lengths)]
+    return [
+        {"prompt_token_ids": [(7 * i + j * j) % 250 + 2 for j in range(n)]}
+        for i, n in enumerate(lengths)
+    ]
 
 
 def generate(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
@@ -28,11 +36,16 @@ def generate(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
 
 
 def greedy(max_tokens: int = 40, **settings: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **settings})
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **settings}
+    )
 
 
-def after_a_prefix(llm: Any, count: int = 6, tokens: int = 40) -> list[tuple[list[int], int]]:
-    """Outputs, and cached tokens, of requests that begin alike, the last of them with the whole output of the first.
+def after_a_prefix(
+    llm: Any, count: int = 6, tokens: int = 40
+) -> list[tuple[list[int], int]]:
+    """Outputs, and cached tokens, of requests that begin alike, the last of them with
+    the whole output of the first.
 
     The positions of that output were drafted.
     """
@@ -42,7 +55,10 @@ def after_a_prefix(llm: Any, count: int = 6, tokens: int = 40) -> list[tuple[lis
     requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + first})
     outputs = llm.generate(requests, greedy(tokens), use_tqdm=False)
     assert outputs[-1].num_cached_tokens >= 128
-    return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+    return [
+        (list(output.outputs[0].token_ids), output.num_cached_tokens)
+        for output in outputs
+    ]
 
 
 def batch_1(llm: Any) -> Any:
@@ -65,7 +81,9 @@ def crowd_that_ends(llm: Any) -> Any:
 
 def more_than_fit(llm: Any) -> Any:
     """Twice as many requests as the batch holds: new ones join while others decode."""
-    return generate(llm, prompts(32), [greedy(max_tokens=5 + i % 20) for i in range(32)])
+    return generate(
+        llm, prompts(32), [greedy(max_tokens=5 + i % 20) for i in range(32)]
+    )
 
 
 def token_limits(llm: Any) -> Any:
@@ -74,27 +92,40 @@ def token_limits(llm: Any) -> Any:
 
 def model_length(llm: Any) -> Any:
     """Generation up to the model's length, from prompts that leave 1, 2, 3, ... tokens of room."""
-    room = [{"prompt_token_ids": [(5 * j) % 250 + 2 for j in range(256 - left)]} for left in (1, 2, 3, 4, 5, 6, 9)]
+    room = [
+        {"prompt_token_ids": [(5 * j) % 250 + 2 for j in range(256 - left)]}
+        for left in (1, 2, 3, 4, 5, 6, 9)
+    ]
     return generate(llm, room, greedy(max_tokens=300))
 
 
 def stop_token_and_eos(llm: Any) -> Any:
     free = generate(llm, prompts(6), greedy())
     stops = [greedy(stop_token_ids=[tokens[7]]) for tokens in free]
-    return generate(llm, prompts(6), stops), generate(llm, prompts(6), greedy(ignore_eos=False))
+    return generate(llm, prompts(6), stops), generate(
+        llm, prompts(6), greedy(ignore_eos=False)
+    )
 
 
 def stop_strings(llm: Any) -> Any:
     free = llm.generate(prompts(6), greedy(), use_tqdm=False)
-    # The seventh to ninth character of each output: a stop that falls anywhere within a run of drafts.
+    # The seventh to ninth character of each output: a stop that falls anywhere within a
+    # run of drafts.
     stops = [greedy(stop=[output.outputs[0].text[6:9] or "zz"]) for output in free]
     outputs = llm.generate(prompts(6), stops, use_tqdm=False)
-    return [(o.outputs[0].text, list(o.outputs[0].token_ids), o.outputs[0].stop_reason) for o in outputs]
+    return [
+        (o.outputs[0].text, list(o.outputs[0].token_ids), o.outputs[0].stop_reason)
+        for o in outputs
+    ]
 
 
 def structured_output(llm: Any) -> Any:
-    params = greedy(60, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA))
-    outputs = llm.generate(prompts(4, 20), [params, greedy(), params, greedy()], use_tqdm=False)
+    params = greedy(
+        60, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+    )
+    outputs = llm.generate(
+        prompts(4, 20), [params, greedy(), params, greedy()], use_tqdm=False
+    )
     for output in (outputs[0], outputs[2]):
         if output.outputs[0].finish_reason == "stop":
             assert set(json.loads(output.outputs[0].text)) == {"name", "ok"}
@@ -115,7 +146,9 @@ def penalties(llm: Any) -> Any:
 
 def logprobs(llm: Any) -> Any:
     """The same tokens with the same log-probabilities, to float32 rounding."""
-    outputs = llm.generate(prompts(5), greedy(logprobs=3, prompt_logprobs=1), use_tqdm=False)
+    outputs = llm.generate(
+        prompts(5), greedy(logprobs=3, prompt_logprobs=1), use_tqdm=False
+    )
     result = []
     for output in outputs:
         chosen = output.outputs[0]
@@ -131,10 +164,14 @@ def logprobs(llm: Any) -> Any:
 
 def arrivals_and_aborts(llm: Any) -> Any:
     """Requests that come and go in mid-flight, driven a step at a time."""
-    requests, engine = prompts(10, 60), llm.llm_engine
+    requests = prompts(10, 60)
+    engine = llm.llm_engine
     finished: dict[str, list[int]] = {}
     added: list[str] = []
-    aborted = {8: "arrival-2", 17: "arrival-4"}  # step -> request, in the middle of its decoding
+    aborted = {
+        8: "arrival-2",
+        17: "arrival-4",
+    }  # step -> request, in the middle of its decoding
     step = 0
     while step < 3 * len(requests) or engine.has_unfinished_requests():
         if step % 3 == 0 and len(added) < len(requests):
@@ -160,7 +197,19 @@ def request_switch(llm: Any) -> Any:
 CASES: dict[str, Callable[[Any], Any]] = {
     case.__name__: case
     for case in (
-        batch_1, batch_16, mixed_lengths, crowd_that_ends, more_than_fit, token_limits, model_length,
-        stop_token_and_eos, stop_strings, structured_output, penalties, logprobs, arrivals_and_aborts, request_switch,
+        batch_1,
+        batch_16,
+        mixed_lengths,
+        crowd_that_ends,
+        more_than_fit,
+        token_limits,
+        model_length,
+        stop_token_and_eos,
+        stop_strings,
+        structured_output,
+        penalties,
+        logprobs,
+        arrivals_and_aborts,
+        request_switch,
     )
-}  # fmt: skip
+}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles every Triton kernel for a GPU that need not be there, and launches none; run as a script by test_triton.py.
+"""Compiles every Triton kernel for a GPU that need not be there, and launches none; run
+as a script by test_triton.py.
 
-What the interpreter takes and the compiler does not (outside names, types that change in a branch) fails here.
+What the interpreter takes and the compiler does not (outside names, types that change
+in a branch) fails here.
 """
 
 import sys
@@ -22,7 +24,11 @@ from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
-MOST_SHARED = 99 << 10  # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6 and 8.9)
+MOST_SHARED = (
+    99 << 10
+    # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
+    # and 8.9)
+)
 
 
 class Target:
@@ -43,10 +49,14 @@ def main() -> None:
     variants: set[str] = set()  # of the code, one a kernel and specialisation
     launch = JITFunction.run
 
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def compile_only(
+        self: Any, *args: Any, grid: Any, warmup: bool, **options: Any
+    ) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         assert "cubin" in kernel.asm, self.__name__
-        assert kernel.metadata.shared <= MOST_SHARED, f"{self.__name__} takes {kernel.metadata.shared} bytes"
+        assert kernel.metadata.shared <= MOST_SHARED, (
+            f"{self.__name__} takes {kernel.metadata.shared} bytes"
+        )
         variants.add(f"{self.__name__} {kernel.hash[:8]}")
         compiled.add(f"{self.__module__.rsplit('.', 1)[-1]}.{self.__name__}")
 
@@ -55,22 +65,32 @@ def main() -> None:
     index = torch.tensor([1, 2])
     for sampling in (None, sampling_of(2)):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling, torch.arange(5000))
+        cp_mixture_triton.draft_chain(
+            torch.zeros(2, 3), logits, index, sampling, torch.arange(5000)
+        )
     for heads, first in ((2, index), (3, None)):
         joint(2, heads, first)
     drafted(2)
     sampling_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
-    # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
+    # One code for every batch size of a bucket, and for every position of a chain: what
+    # is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
-        weights, first = torch.zeros(rows, 3), torch.arange(rows)
-        cp_mixture_triton.draft_chain(weights, logits, first, sampling_of(rows), torch.arange(5000))
+        weights = torch.zeros(rows, 3)
+        first = torch.arange(rows)
+        cp_mixture_triton.draft_chain(
+            weights, logits, first, sampling_of(rows), torch.arange(5000)
+        )
         joint(rows, 2, torch.arange(rows))
         drafted(rows)
-    assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
+    assert variants == known, (
+        f"would be compiled while serving: {sorted(variants - known)}"
+    )
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
-    assert len(mixes) == 2, f"{len(mixes)} variants of a chain's positions, greedy and sampled"
+    assert len(mixes) == 2, (
+        f"{len(mixes)} variants of a chain's positions, greedy and sampled"
+    )
     print(*sorted(compiled))
 
 
@@ -82,8 +102,14 @@ def sampling_of(requests: int) -> Sampling:
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
     """Choose n-grams for so many requests, with a mask and without one, and draw some."""
-    top = Top(torch.zeros(heads, requests, 50), torch.zeros(heads, requests, 50, dtype=torch.int64), first)
-    ngrams = Ngrams(torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000, 1000)
+    top = Top(
+        torch.zeros(heads, requests, 50),
+        torch.zeros(heads, requests, 50, dtype=torch.int64),
+        first,
+    )
+    ngrams = Ngrams(
+        torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000, 1000
+    )
     some = ngrams._replace(columns=torch.zeros(1000, dtype=torch.int64))
     for table, alpha_c, with_joints in (
         (ngrams, 1.0, False),
@@ -99,10 +125,22 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
 
 def drafted(requests: int) -> None:
     """Stage a step of so many requests, and accept the drafts of one."""
-    places, integers = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests + 1, dtype=torch.int32)
+    places = torch.zeros(requests, dtype=torch.int64)
+    integers = torch.zeros(requests + 1, dtype=torch.int32)
     hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
-    staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024), places)
-    end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden, places)
+    staged = Staged(
+        places, places, places, places, hidden, torch.zeros(6, 1024), places
+    )
+    end = StepEnd(
+        integers[:-1],
+        integers,
+        integers[:-1],
+        integers[:-1],
+        places[:, None],
+        places,
+        hidden,
+        places,
+    )
     staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
     sampling_triton.accept_drawn(places, places.int(), integers, 4)
 

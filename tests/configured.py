@@ -18,14 +18,20 @@ register()
 def from_flags(model: Path, flags: str) -> Any:
     """The VllmConfig of `vllm serve MODEL FLAGS`."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    args = parser.parse_args(["--model", str(model), "--dtype", "float32", *shlex.split(flags)])
+    args = parser.parse_args(
+        ["--model", str(model), "--dtype", "float32", *shlex.split(flags)]
+    )
     return EngineArgs.from_cli_args(args).create_engine_config()
 
 
-def from_dict(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
+def from_dict(
+    model: Path, speculative_config: dict[str, Any] | None, **settings: Any
+) -> Any:
     """The VllmConfig of LLM(model, speculative_config=...)."""
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, **settings}
-    return EngineArgs(model=str(model), speculative_config=speculative_config, **settings).create_engine_config()
+    return EngineArgs(
+        model=str(model), speculative_config=speculative_config, **settings
+    ).create_engine_config()
 
 
 def drafting(vllm_config: Any) -> DraftingConfig:

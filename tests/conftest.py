@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the tests. They run in this process, so that tests can look inside; each is started once and shared."""
+"""Engines for the tests. They run in this process, so that tests can look inside; each
+is started once and shared.
+"""
 
 import contextlib
 import functools
@@ -20,9 +22,15 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU vLLM's attention would round float32 to TF32
-os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over an engine's own kv_cache_memory_bytes
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one of several that run at once: a core each
+os.environ.setdefault(
+    "TRITON_F32_DEFAULT", "ieee"
+)  # on a GPU vLLM's attention would round float32 to TF32
+os.environ.pop(
+    "VLLM_CPU_KVCACHE_SPACE", None
+)  # it would win over an engine's own kv_cache_memory_bytes
+if worker := os.environ.get(
+    "PYTEST_XDIST_WORKER"
+):  # one of several that run at once: a core each
     os.environ["OMP_NUM_THREADS"] = "1"
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
@@ -39,7 +47,10 @@ Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is aske
 def full_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:
     """Parameters of a test, those of `make test-full` marked: all that are not quick."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.full])
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[] if case in quick else [pytest.mark.full],
+        )
         for case in cases
     ]
 
@@ -52,7 +63,9 @@ def write_texts(path: Path, texts: Iterable[str]) -> Path:
 
 def patterned_texts(count: int, repeats: int) -> list[str]:
     """Texts with structure enough to be learnt in a few steps."""
-    return [f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats for i in range(count)]
+    return [
+        f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats for i in range(count)
+    ]
 
 
 def cells_of(table: str) -> list[list[str]]:
@@ -63,10 +76,18 @@ def cells_of(table: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
-    """made_once(name, make): a folder that make(folder) has filled, once for all processes that run tests."""
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """made_once(name, make): a folder that make(folder) has filled, once for all
+    processes that run tests.
+    """
     base = tmp_path_factory.getbasetemp()
-    shared = base.parent / "shared" if "PYTEST_XDIST_WORKER" in os.environ else base / "shared"
+    shared = (
+        base.parent / "shared"
+        if "PYTEST_XDIST_WORKER" in os.environ
+        else base / "shared"
+    )
     shared.mkdir(exist_ok=True)
 
     def get(name: str, make: Callable[[Path], Any]) -> Path:
@@ -86,13 +107,18 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 @pytest.fixture(scope="session")
 def tiny_model(made_once: Factory) -> Callable[..., Path]:
     """A tiny random model of a family, made once a session."""
-    return lambda family="llama": made_once(family, lambda folder: tiny.make_model(folder, family))
+    return lambda family="llama": made_once(
+        family, lambda folder: tiny.make_model(folder, family)
+    )
 
 
 @pytest.fixture
 def bounded() -> Iterator[None]:
-    """A fuzz test takes at most two minutes of the processor, and 2 GiB more memory than it found."""
-    seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """A fuzz test takes at most two minutes of the processor, and 2 GiB more memory
+    than it found.
+    """
+    seconds = time.process_time()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - seconds < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 << 20  # KiB
@@ -100,9 +126,12 @@ def bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def our_log(level: int = logging.WARNING) -> Iterator[list[str]]:
-    """Our messages in a block, which vLLM's logger does not hand on; an engine that starts in it ends this."""
+    """Our messages in a block, which vLLM's logger does not hand on; an engine that
+    starts in it ends this.
+    """
     messages: list[str] = []
-    logger, handler = logging.getLogger("vllm.vllm_ppd"), logging.Handler(level)
+    logger = logging.getLogger("vllm.vllm_ppd")
+    handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)
@@ -114,13 +143,20 @@ def our_log(level: int = logging.WARNING) -> Iterator[list[str]]:
         logger.setLevel(before)
 
 
-def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: bool = False, **settings: Any) -> Any:
-    """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive.
+def start_engine(
+    model: Path,
+    speculative_config: dict[str, Any] | None,
+    on_v2: bool = False,
+    **settings: Any,
+) -> Any:
+    """A vLLM engine in float32 with a small KV cache; ours always makes every draft,
+    unless told to be adaptive.
 
     Args:
         model: its folder.
         speculative_config: None for vLLM alone.
-        on_v2: whether vLLM alone runs on model runner V2, the reference for seeds. On a CPU its own runner is V1.
+        on_v2: whether vLLM alone runs on model runner V2, the reference for seeds. On a
+            CPU its own runner is V1.
         settings: of vLLM.
     """
     import plain_v2
@@ -137,7 +173,8 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: 
         "enforce_eager": True,
         "max_model_len": 256,
         "max_num_seqs": 16,
-        "max_num_batched_tokens": 96,  # far less than the prompts together: prefill comes in chunks
+        # far less than the prompts together: prefill comes in chunks
+        "max_num_batched_tokens": 96,
         "block_size": 32,
         **kv_cache(1 / 32),
         "seed": 0,
@@ -147,7 +184,11 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: 
     if on_v2:
         defaults["additional_config"] = plain_v2.MARK
     with plain_v2.starting() if on_v2 else contextlib.nullcontext():
-        llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
+        llm = LLM(
+            model=str(model),
+            speculative_config=speculative_config,
+            **{**defaults, **settings},
+        )
     keep_alive(llm)
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:
@@ -156,31 +197,43 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, on_v2: 
 
 
 def keep_alive(llm: Any) -> None:
-    """Have an engine outlive its test: when it is collected, it takes the parallel groups of all others along."""
+    """Have an engine outlive its test: when it is collected, it takes the parallel
+    groups of all others along.
+    """
     _ALIVE.append(llm)
 
 
 def end_workers(llm: Any) -> None:
-    """End an engine whose workers are processes; its own shutdown would take this process's groups from the others."""
+    """End an engine whose workers are processes; its own shutdown would take this
+    process's groups from the others.
+    """
     core = llm.llm_engine.engine_core.engine_core
     core.model_executor.shutdown()
     core.scheduler.shutdown()
 
 
 def _count(scheduler: Any) -> Counter[str]:
-    """Count what the scheduler tells vLLM's metrics (their registry knows the newest engine of a process only)."""
+    """Count what the scheduler tells vLLM's metrics (their registry knows the newest
+    engine of a process only).
+    """
     counts: Counter[str] = Counter()
-    stats, preempt = scheduler.make_spec_decoding_stats, scheduler._preempt_request
+    stats = scheduler.make_spec_decoding_stats
+    preempt = scheduler._preempt_request
 
     def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
-        counts.update(drafted=kwargs["num_draft_tokens"], accepted=kwargs["num_accepted_tokens"], drafts=1)
+        counts.update(
+            drafted=kwargs["num_draft_tokens"],
+            accepted=kwargs["num_accepted_tokens"],
+            drafts=1,
+        )
         return stats(*args, **kwargs)
 
     def preempt_request(*args: Any, **kwargs: Any) -> Any:
         counts.update(preempted=1)
         return preempt(*args, **kwargs)
 
-    scheduler.make_spec_decoding_stats, scheduler._preempt_request = make_spec_decoding_stats, preempt_request
+    scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+    scheduler._preempt_request = preempt_request
     return counts
 
 
@@ -189,13 +242,21 @@ _ALIVE: list[Any] = []
 
 @pytest.fixture(scope="session")
 def engine(tiny_model: Factory) -> Callable[..., Any]:
-    """engine(speculative_config, **settings) on a tiny model; the same arguments give the same engine."""
+    """engine(speculative_config, **settings) on a tiny model; the same arguments give
+    the same engine.
+    """
     started: dict[str, Any] = {}
 
-    def get(speculative_config: dict[str, Any] | None = None, family: str = "llama", **settings: Any) -> Any:
+    def get(
+        speculative_config: dict[str, Any] | None = None,
+        family: str = "llama",
+        **settings: Any,
+    ) -> Any:
         key = repr((speculative_config, family, sorted(settings.items())))
         if key not in started:
-            started[key] = start_engine(tiny_model(family), speculative_config, **settings)
+            started[key] = start_engine(
+                tiny_model(family), speculative_config, **settings
+            )
         return started[key]
 
     return get
@@ -221,13 +282,22 @@ def drafter_of(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def counting(llm: Any) -> Iterator[Counter[str]]:
-    """By how much an engine's counts and our counters (of all engines of this process together) grow in a block."""
+    """By how much an engine's counts and our counters (of all engines of this process
+    together) grow in a block.
+    """
     from vllm_ppd.vllm_plugins.engine.metrics import totals
 
-    grown, before = Counter[str](), {**llm.counts, **totals()}
+    grown = Counter[str]()
+    before = {**llm.counts, **totals()}
     yield grown
     after = {**llm.counts, **totals()}
-    grown.update({name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)})
+    grown.update(
+        {
+            name: value - before.get(name, 0)
+            for name, value in after.items()
+            if value != before.get(name, 0)
+        }
+    )
 
 
 def counter(llm: Any, name: str) -> float:
@@ -236,8 +306,12 @@ def counter(llm: Any, name: str) -> float:
 
 
 @pytest.fixture(scope="session")
-def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
+def heads_folder(
+    tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T
+    is the identity plus noise.
+    """
     import heads_folders
     import torch
 
@@ -245,12 +319,15 @@ def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) 
     from vllm_ppd.heads.io import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
-        heads, exits = EarlyHeads(exit_layers, hidden_size=64), list(exit_layers)
+        heads = EarlyHeads(exit_layers, hidden_size=64)
+        exits = list(exit_layers)
         torch.manual_seed(0)
         for weight in heads.weights.values():
             weight.data += noise * torch.randn_like(weight)
         folder = tmp_path_factory.mktemp("heads")
-        config = heads_folders.config_of("early", tiny_model(), exit_layers=exits, default_exit_layers=exits)
+        config = heads_folders.config_of(
+            "early", tiny_model(), exit_layers=exits, default_exit_layers=exits
+        )
         save_heads(folder, config, heads.tensors())
         return folder
 
@@ -259,7 +336,9 @@ def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def whole_heads(tiny_model: Factory, made_once: Factory) -> Callable[[str], Path]:
-    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to be copied, not changed."""
+    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to
+    be copied, not changed.
+    """
     import heads_folders
 
     def make(folder: Path, kind: str) -> None:
@@ -271,7 +350,9 @@ def whole_heads(tiny_model: Factory, made_once: Factory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def said(engine: Factory) -> Callable[..., list[list[int]]]:
-    """said(family): prompts of the exactness suite with what the tiny model answers, greedy and sampled."""
+    """said(family): prompts of the exactness suite with what the tiny model answers,
+    greedy and sampled.
+    """
     from cases import greedy, prompts
     from vllm import SamplingParams
 
@@ -279,26 +360,51 @@ def said(engine: Factory) -> Callable[..., list[list[int]]]:
     def get(family: str = "llama") -> list[list[int]]:
         requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
         # Seeded, or what heads are fitted to would depend on the tests before.
-        sampled = [SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i) for i in range(48)]
-        outputs = engine(family=family).generate(requests, [greedy()] * 16 + sampled, use_tqdm=False)
-        return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+        sampled = [
+            SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i)
+            for i in range(48)
+        ]
+        outputs = engine(family=family).generate(
+            requests, [greedy()] * 16 + sampled, use_tqdm=False
+        )
+        return [
+            [*output.prompt_token_ids, *output.outputs[0].token_ids]
+            for output in outputs
+        ]
 
     return get
 
 
 @pytest.fixture(scope="session")
-def fitted_heads(tiny_model: Factory, said: Factory, made_once: Factory) -> Callable[..., str]:
-    """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
+def fitted_heads(
+    tiny_model: Factory, said: Factory, made_once: Factory
+) -> Callable[..., str]:
+    """fitted_heads(kind, family, **options): heads fitted to what a tiny model says,
+    made once a session.
+    """
     import overfitted
 
     from vllm_ppd.heads.kinds import KINDS
 
     def get(kind: str, family: str = "llama", **options: Any) -> str:
         fields = KINDS[kind].options.model_fields
-        options = {name: value for name, value in options.items() if value != fields[name].default}
-        name = "-".join([kind, family, *(f"{option}={value}" for option, value in sorted(options.items()))])
+        options = {
+            name: value
+            for name, value in options.items()
+            if value != fields[name].default
+        }
+        name = "-".join(
+            [
+                kind,
+                family,
+                *(f"{option}={value}" for option, value in sorted(options.items())),
+            ]
+        )
         folder = made_once(
-            name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder / "heads", **options)
+            name,
+            lambda folder: overfitted.fit(
+                tiny_model(family), kind, said(family), folder / "heads", **options
+            ),
         )
         return str(folder / "heads")
 
@@ -307,27 +413,43 @@ def fitted_heads(tiny_model: Factory, said: Factory, made_once: Factory) -> Call
 
 @pytest.fixture(scope="session")
 def with_heads(
-    heads_folder: Factory, fitted_heads: Factory, tmp_path_factory: pytest.TempPathFactory
+    heads_folder: Factory,
+    fitted_heads: Factory,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., dict[str, Any]]:
-    """with_heads(options, family, target): options whose "heads", a kind and how they are made, become their model.
+    """with_heads(options, family, target): options whose "heads", a kind and how they
+    are made, become their model.
 
-    With a target, heads of the family's tiny model are named anew for a model that says what that one says.
+    With a target, heads of the family's tiny model are named anew for a model that says
+    what that one says.
     """
     import overfitted
 
-    def get(options: dict[str, Any], family: str = "llama", target: Path | None = None) -> dict[str, Any]:
+    def get(
+        options: dict[str, Any], family: str = "llama", target: Path | None = None
+    ) -> dict[str, Any]:
         if "heads" not in options:
             return options
         kind, how = options["heads"]
-        made = heads_folder(**how) if kind == "hand-made" else fitted_heads(kind, family, **how)
+        made = (
+            heads_folder(**how)
+            if kind == "hand-made"
+            else fitted_heads(kind, family, **how)
+        )
         if target is not None:
             made = overfitted.moved(made, target, tmp_path_factory.mktemp("heads"))
-        return {name: value for name, value in options.items() if name != "heads"} | {"model": str(made)}
+        return {name: value for name, value in options.items() if name != "heads"} | {
+            "model": str(made)
+        }
 
     return get
 
 
 @pytest.fixture(scope="session")
 def drafting(engine: Factory, with_heads: Factory) -> Callable[..., Any]:
-    """drafting(options, family, **settings): an engine of a tiny model with heads for it, as with_heads has them."""
-    return lambda options, family="llama", **settings: engine(with_heads(options, family), family, **settings)
+    """drafting(options, family, **settings): an engine of a tiny model with heads for
+    it, as with_heads has them.
+    """
+    return lambda options, family="llama", **settings: engine(
+        with_heads(options, family), family, **settings
+    )

@@ -27,9 +27,16 @@ KINDS = ("early", "cp", "dynamo", "recurrent")
 OF_DEMO = KINDS[:3]  # that the demo model ships with
 
 
-def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> HeadsConfig:
+def config_of(
+    kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any
+) -> HeadsConfig:
     """A configuration for a tiny llama; `sizes` replace some of the target's."""
-    layers = {"hidden_size": 64, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS, **(sizes or {})}
+    layers = {
+        "hidden_size": 64,
+        "vocab_size": tiny.VOCAB,
+        "num_hidden_layers": tiny.LAYERS,
+        **(sizes or {}),
+    }
     shared: dict[str, Any] = {
         "verifier": str(model),
         "target": TargetLayers(model_type="llama", **layers),
@@ -37,13 +44,27 @@ def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **cha
         "fingerprint": fingerprint(model),
     }
     if kind == "early":
-        return EarlyConfig(**shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes)
+        return EarlyConfig(
+            **shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes
+        )
     if kind == "cp":
-        return CPConfig(**shared | {"positions": 3, "rank": 2, "token_counts": True} | changes)
+        return CPConfig(
+            **shared | {"positions": 3, "rank": 2, "token_counts": True} | changes
+        )
     if kind == "recurrent":
-        sizes_of_heads = {"vocab_size": layers["vocab_size"], "emb_dim": layers["hidden_size"], "inner_dim": 16}
+        sizes_of_heads = {
+            "vocab_size": layers["vocab_size"],
+            "emb_dim": layers["hidden_size"],
+            "inner_dim": 16,
+        }
         target = {"target": shared["target"].model_dump()}
-        return RecurrentConfig(**shared | target | sizes_of_heads | {"n_predict": 2, "token_counts": True} | changes)
+        return RecurrentConfig(
+            **shared
+            | target
+            | sizes_of_heads
+            | {"n_predict": 2, "token_counts": True}
+            | changes
+        )
     layers_of_heads = {
         "tokens": 3,
         "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
@@ -53,7 +74,9 @@ def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **cha
 
 
 def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
-    """Weights of one value, and the counts of a corpus that has every token once and each n-gram once."""
+    """Weights of one value, and the counts of a corpus that has every token once and
+    each n-gram once.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in config.shapes().items():
         if not config.is_count(name):
@@ -66,7 +89,13 @@ def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Ten
     return tensors
 
 
-def make_heads(folder: Path, kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> Path:
+def make_heads(
+    folder: Path,
+    kind: str,
+    model: Path,
+    sizes: dict[str, int] | None = None,
+    **changes: Any,
+) -> Path:
     """Write a heads folder, its weights small."""
     config = config_of(kind, model, sizes, **changes)
     save_heads(folder, config, blank_tensors(config, 0.01))
@@ -76,22 +105,42 @@ def make_heads(folder: Path, kind: str, model: Path, sizes: dict[str, int] | Non
 def write_calibration(folder: Path, kind: str) -> None:
     """A calibration that `ppd plan` can plan with."""
     counts = [
-        {"cycles": 100.0, "drafts": 100.0, "drafted": 100.0 * n, "accepted": 60.0 * n, "length": 1 + 0.6 * n}
+        {
+            "cycles": 100.0,
+            "drafts": 100.0,
+            "drafted": 100.0 * n,
+            "accepted": 60.0 * n,
+            "length": 1 + 0.6 * n,
+        }
         for n in (1, 2)
     ]
-    rows = [count | {"drafts_allowed": n, "eps_b": 0.0} for n, count in enumerate(counts, start=1)]
+    rows = [
+        count | {"drafts_allowed": n, "eps_b": 0.0}
+        for n, count in enumerate(counts, start=1)
+    ]
     seconds = {"1": 1e-3, "4": 1e-3, "8": 2e-3}
-    parts: dict[str, Any] = {"timing": {"seconds": {"layer": seconds, "lm_head": seconds}, "lm_head_share": 0.1}}
+    parts: dict[str, Any] = {
+        "timing": {
+            "seconds": {"layer": seconds, "lm_head": seconds},
+            "lm_head_share": 0.1,
+        }
+    }
     texts = ("greedy", "T 0.8")
     if kind == "early":
         by_layer = {"N": {"2": counts, "4": counts}, "Y": {"2": counts, "4": counts}}
         match = {"1": {"N": [0.1, 0.2], "Y": [0.3, 0.4]}}
-        parts["matches"] = {"layers": [2, 4], "match": match, "acceptance": dict.fromkeys(texts, by_layer)}
+        parts["matches"] = {
+            "layers": [2, 4],
+            "match": match,
+            "acceptance": dict.fromkeys(texts, by_layer),
+        }
     elif kind in ("cp", "recurrent"):
         parts["acceptance"] = {name: {"by_drafts": counts} for name in texts}
     else:
         parts["acceptance"] = {name: {"rows": rows} for name in texts}
-    (folder / "calibration.json").write_text(json.dumps({"finished": True, "parts": parts}))
+    (folder / "calibration.json").write_text(
+        json.dumps({"finished": True, "parts": parts})
+    )
 
 
 def log_likelihood(
@@ -103,10 +152,16 @@ def log_likelihood(
     context: torch.Tensor | None = None,
     chunk: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The joint's log-likelihood [rows] (CP, eq. 9), and its chain log P(x_s | x_1..x_{s-1}) [rows, factors]."""
-    observed = head.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
+    """The joint's log-likelihood [rows] (CP, eq. 9), and its chain log P(x_s |
+    x_1..x_{s-1}) [rows, factors].
+    """
+    observed = head.log_probs(
+        hidden, tokens[..., None], unembedding, bias, context, chunk
+    ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain_log_likelihood(weights, observed)
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain_log_likelihood(
+        weights, observed
+    )
 
 
 @torch.no_grad()
@@ -140,4 +195,7 @@ def draft(
 def corpus(seed: int = 0, documents: int = 12, vocab: int = 7) -> list[np.ndarray]:
     """Token ids of documents of up to 30 tokens, some of them in hardly any."""
     rng = np.random.default_rng(seed)
-    return [(rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab for _ in range(documents)]
+    return [
+        (rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab
+        for _ in range(documents)
+    ]

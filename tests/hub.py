@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Hub on the loopback interface: repositories with revisions, HEAD and ranges, private and gated ones."""
+"""A small Hub on the loopback interface: repositories with revisions, HEAD and ranges,
+private and gated ones.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,9 @@ class Hub:
     """Repositories by name, each a folder by revision; what was asked of it is in `requests`."""
 
     def __init__(self) -> None:
-        self.revisions: dict[str, dict[str, Path]] = {}  # repository -> branch or tag -> folder
+        self.revisions: dict[
+            str, dict[str, Path]
+        ] = {}  # repository -> branch or tag -> folder
         self.private: set[str] = set()
         self.broken = False  # answers 503
         self.requests: list[tuple[str, str]] = []  # repository, file
@@ -75,7 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
         is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         if self.hub.broken:
             return self.refuse(503, "")
-        if repo not in self.hub.revisions or (repo in self.hub.private and not is_allowed):
+        if repo not in self.hub.revisions or (
+            repo in self.hub.private and not is_allowed
+        ):
             return self.refuse(401, "RepoNotFound")
         commit = self.hub.commit(repo, revision)
         if commit is None:
@@ -85,11 +91,24 @@ class _Handler(BaseHTTPRequestHandler):
             if not (folder / file).is_file():
                 return self.refuse(404, "EntryNotFound", commit)
             return self.send_file(folder / file, commit)
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
-        answer: Any = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in sizes]}
+        sizes = {
+            path.name: path.stat().st_size
+            for path in folder.iterdir()
+            if path.is_file()
+        }
+        answer: Any = {
+            "id": repo,
+            "sha": commit,
+            "siblings": [{"rfilename": name} for name in sizes],
+        }
         if verb == "tree":
-            answer = [{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes.items()]
-        return self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+            answer = [
+                {"type": "file", "path": name, "size": size, "oid": "0" * 40}
+                for name, size in sizes.items()
+            ]
+        return self.send(
+            200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
+        )
 
     def send_file(self, path: Path, commit: str) -> None:
         data = path.read_bytes()
@@ -102,7 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range", "")
         if wanted.startswith("bytes="):
             first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start, stop = int(first), min(int(last or len(data)) + 1, len(data))
+            start = int(first)
+            stop = min(int(last or len(data)) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data = data[start:stop]
             status = 206
@@ -139,11 +159,17 @@ def running_hub() -> Iterator[Hub]:
 def at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What HF_ENDPOINT sets."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        url + "/{repo_id}/resolve/{revision}/{filename}",
+    )
 
 
 def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process use a Hub, as HF_ENDPOINT and HF_HOME would, with an empty cache and without a token."""
+    """Have this process use a Hub, as HF_ENDPOINT and HF_HOME would, with an empty
+    cache and without a token.
+    """
     at(hub.url, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))

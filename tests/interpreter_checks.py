@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting through the Triton kernels, in Triton's interpreter, against drafting through their torch references.
+"""Drafting through the Triton kernels, in Triton's interpreter, against drafting
+through their torch references.
 
-Run as a script by test_interpreter.py, with TRITON_INTERPRET=1; calls what drafting calls, without an engine.
+Run as a script by test_interpreter.py, with TRITON_INTERPRET=1; calls what drafting
+calls, without an engine.
 """
 
 import os
@@ -20,7 +22,9 @@ from vllm_ppd.kernels import dispatch
 used: Counter[str] = Counter()  # kernels that were chosen
 
 
-def counted(reference: Callable[..., Any], find: Callable[..., Any] = dispatch.namesake) -> Callable[..., Any]:
+def counted(
+    reference: Callable[..., Any], find: Callable[..., Any] = dispatch.namesake
+) -> Callable[..., Any]:
     used[reference.__name__] += 1
     return find(reference)
 
@@ -50,19 +54,27 @@ def heads() -> None:
     from vllm_ppd.kernels.sampling import Sampling
 
     unembedding = torch.randn(300, 48)
-    hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
+    hidden = torch.randn(3, 48)
+    first = torch.tensor([7, 299, 0])
     for condition in ("none", "recurrent"):
         head = CPHead(48, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
-        same(lambda head=head: draft(head, hidden, first, unembedding, embeddings=unembedding), "draft_chain")
+        same(
+            lambda head=head: draft(
+                head, hidden, first, unembedding, embeddings=unembedding
+            ),
+            "draft_chain",
+        )
 
     scores = [3 * torch.randn(4, 200) for _ in range(2)]
     first = torch.tensor([1, 2, 3, 4])
     context = torch.randint(200, (4, 9))
 
     def choose() -> list[torch.Tensor]:
-        choice = candidates(scores, settings, first_token=first).back_off(settings, context=context)
+        choice = candidates(scores, settings, first_token=first).back_off(
+            settings, context=context
+        )
         return [
             choice.draw(Sampling(torch.zeros(4))),
             choice.likeliest.tokens,

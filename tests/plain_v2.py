@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU: vLLM alone on its model runner V2, with our kernels, as VLLM_USE_V2_MODEL_RUNNER would start it."""
+"""On a CPU: vLLM alone on its model runner V2, with our kernels, as
+VLLM_USE_V2_MODEL_RUNNER would start it.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -10,7 +12,9 @@ from vllm.config import VllmConfig
 
 from vllm_ppd.vllm_plugins.engine.cpu import native
 
-MARK = {"plain_v2": True}  # additional_config of such an engine; the variable would be that of all engines
+MARK = {
+    "plain_v2": True
+}  # additional_config of such an engine; the variable would be that of all engines
 
 
 @functools.cache

@@ -17,32 +17,49 @@ Tensors = dict[str, torch.Tensor]
 
 
 def w8a8(name: str, weight: torch.Tensor) -> Tensors:
-    """8 bits: a scale a row of the weights, and one a token of the activations, found as they come."""
+    """8 bits: a scale a row of the weights, and one a token of the activations, found
+    as they come.
+    """
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {f"{name}.weight": (weight / scale).round().to(torch.int8), f"{name}.weight_scale": scale}
+    return {
+        f"{name}.weight": (weight / scale).round().to(torch.int8),
+        f"{name}.weight_scale": scale,
+    }
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(Numbers 0..15 [in, out] of weights [out, in], 8 being zero; scales [in / GROUP, out])."""
     grouped = weight.t().unflatten(0, (-1, GROUP))
     scale = grouped.abs().amax(dim=1, keepdim=True) / 7
-    return ((grouped / scale).round() + 8).clamp(0, 15).flatten(0, 1).to(torch.int64), scale[:, 0]
+    return ((grouped / scale).round() + 8).clamp(0, 15).flatten(0, 1).to(
+        torch.int64
+    ), scale[:, 0]
 
 
-def _packed(numbers: torch.Tensor, dim: int, order: list[int] | None = None) -> torch.Tensor:
+def _packed(
+    numbers: torch.Tensor, dim: int, order: list[int] | None = None
+) -> torch.Tensor:
     """Eight numbers of a dimension in an int32."""
     parts = numbers.unflatten(dim, (-1, 8)).unbind(dim + 1 if dim >= 0 else dim)
     packed = torch.zeros_like(parts[0])
     for place, part in enumerate(order or range(8)):
         packed |= parts[part] << (4 * place)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).contiguous()
+    return (
+        torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
+        .to(torch.int32)
+        .contiguous()
+    )
 
 
 def awq(name: str, weight: torch.Tensor) -> Tensors:
     """4 bits in AutoAWQ's layout: packed along the outputs."""
     numbers, scale = _four_bits(weight)
     zeros = torch.full_like(scale, 8).to(torch.int64)
-    packed = {"qweight": _packed(numbers, 1, _ORDER), "qzeros": _packed(zeros, 1, _ORDER), "scales": scale.half()}
+    packed = {
+        "qweight": _packed(numbers, 1, _ORDER),
+        "qzeros": _packed(zeros, 1, _ORDER),
+        "scales": scale.half(),
+    }
     return {f"{name}.{key}": value for key, value in packed.items()}
 
 
@@ -75,23 +92,48 @@ def _w8a8_config(*targets: str) -> dict[str, Any]:
     }
 
 
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
-# Format -> (how a matrix is written, quantization_config, whether the LM head is quantised).
-FORMATS: Mapping[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any], bool]] = {
+_GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+}
+# Format -> (how a matrix is written, quantization_config, whether the LM head is
+# quantised).
+FORMATS: Mapping[
+    str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, Any], bool]
+] = {
     "w8a8": (w8a8, _w8a8_config("Linear") | {"ignore": ["lm_head"]}, False),
     "w8a8-head": (w8a8, _w8a8_config("Linear", "re:.*lm_head"), True),
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, False),
+    "awq": (
+        awq,
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": GROUP,
+            "zero_point": True,
+            "version": "gemm",
+        },
+        False,
+    ),
     "gptq": (gptq, _GPTQ | {"lm_head": False}, False),
     "gptq-head": (gptq, _GPTQ | {"lm_head": True}, True),
 }
 
 
 def dtype(kind: str) -> str:
-    """float32, in which tokens are compared exactly, where vLLM's kernels of a format take it on this processor.
+    """float32, in which tokens are compared exactly, where vLLM's kernels of a format
+    take it on this processor.
 
-    Those of 4 bits take 16-bit activations alone, as does that of 8 bits which vLLM chooses where there is AMX.
+    Those of 4 bits take 16-bit activations alone, as does that of 8 bits which vLLM
+    chooses where there is AMX.
     """
-    sixteen = int8_kernels.check_cpu_sgl_kernel(64, 64, torch.int8) if kind.startswith("w8a8") else True
+    sixteen = (
+        int8_kernels.check_cpu_sgl_kernel(64, 64, torch.int8)
+        if kind.startswith("w8a8")
+        else True
+    )
     return "bfloat16" if sixteen else "float32"
 
 
@@ -108,5 +150,7 @@ def quantise(model: Path, folder: Path, kind: str) -> Path:
             tensors[name] = weight
     save_file(tensors, folder / "model.safetensors")
     whole = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
+    (folder / "config.json").write_text(
+        json.dumps(whole | {"quantization_config": config})
+    )
     return folder

@@ -36,16 +36,22 @@ class Readers:
 
     def __init__(self, model: Path) -> None:
         self.model = str(model)
-        self.model_config = EngineArgs(model=self.model, dtype="float32").create_model_config()
+        self.model_config = EngineArgs(
+            model=self.model, dtype="float32"
+        ).create_model_config()
         self.of: dict[str, Callable[[str], Any]] = {
             "method and model": lambda folder: self.server(
                 speculative_config={"method": method_of(folder), "model": folder}
             ),
-            "model alone": lambda folder: self.server(speculative_config={"model": folder}),
+            "model alone": lambda folder: self.server(
+                speculative_config={"model": folder}
+            ),
             "--speculative-model": lambda folder: self.server(spec_model=folder),
             SERVE: self.serve,
             "inspect": lambda folder: command("inspect", folder),
-            "calibrate": lambda folder: checked(CalibrationOptions(heads=folder, data=("-",))),
+            "calibrate": lambda folder: checked(
+                CalibrationOptions(heads=folder, data=("-",))
+            ),
         }
 
     def server(self, **asked: Any) -> Any:
@@ -56,7 +62,10 @@ class Readers:
     def serve(self, folder: str) -> Any:
         """What EngineArgs.create_engine_config does first."""
         target, _, asked = arg_utils.maybe_override_with_speculators(
-            model=folder, tokenizer=None, trust_remote_code=False, vllm_speculative_config=None
+            model=folder,
+            tokenizer=None,
+            trust_remote_code=False,
+            vllm_speculative_config=None,
         )
         assert target == self.model
         return self.server(speculative_config=asked)
@@ -125,7 +134,10 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     """Change one of the tensors."""
 
     def damage(folder: Path) -> None:
-        tensors = {key: value.clone() for key, value in load_file(folder / "model.safetensors").items()}
+        tensors = {
+            key: value.clone()
+            for key, value in load_file(folder / "model.safetensors").items()
+        }
         tensors[name] = change(tensors[name]).contiguous()
         save_file(tensors, folder / "model.safetensors")
 

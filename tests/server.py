@@ -22,7 +22,15 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 300
 STOP_SECONDS = 30
 LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
-FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26))
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "256",
+    "--kv-cache-memory-bytes",
+    str(1 << 26),
+)
 
 
 class Server:
@@ -32,10 +40,28 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
-        self.log, self.model = log, str(model)
-        command = [*VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", port, *FLAGS, *args]
-        environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_NO_USAGE_STATS": "1"}
-        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
+        self.log = log
+        self.model = str(model)
+        command = [
+            *VLLM,
+            "serve",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            *FLAGS,
+            *args,
+        ]
+        environment = {
+            **os.environ,
+            **LOGGED,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        openmp = (
+            Path(sys.prefix) / "lib" / "libiomp5.so"
+        )  # vLLM's CPU build installs it, and asks for it
         if openmp.exists():
             environment.setdefault("LD_PRELOAD", str(openmp))
         with log.open("w") as output:
@@ -57,10 +83,18 @@ class Server:
             except httpx.TransportError:
                 time.sleep(0.5)
         self.stop()
-        raise AssertionError(f"no server after {START_SECONDS} s: {log.read_text()[-3000:]}")
+        raise AssertionError(
+            f"no server after {START_SECONDS} s: {log.read_text()[-3000:]}"
+        )
 
     def complete(self, **body: Any) -> httpx.Response:
-        defaults = {"model": self.model, "prompt": "def main(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        defaults = {
+            "model": self.model,
+            "prompt": "def main(",
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         return self.http.post("/v1/completions", json={**defaults, **body})
 
     def metrics(self) -> dict[str, float]:

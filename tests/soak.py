@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thousands of requests to real servers: answers equal those without drafts, and nothing is left behind.
+"""Thousands of requests to real servers: answers equal those without drafts, and
+nothing is left behind.
 
-    python tests/soak.py                                # a server of each method after the other
+    # a server of each method after the other
+    python tests/soak.py
     python tests/soak.py --only cp --requests 300
 
-The KV cache is so small that requests are preempted, and clients hang up. The drafts of every step are made. A greedy
-answer is compared with that of vLLM alone, a seeded one with the same server's without drafts. Exit code 1: a fault.
+The KV cache is so small that requests are preempted, and clients hang up. The drafts of
+every step are made. A greedy answer is compared with that of vLLM alone, a seeded one
+with the same server's without drafts. Exit code 1: a fault.
 """
 
 import argparse
@@ -27,15 +30,52 @@ from vllm_ppd.benchmarks.models.corpus import split
 DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
 ALWAYS = ["--ppd-adaptive", "false"]
 METHODS: dict[str, list[str]] = {
-    "early": ["--speculative-model", str(DEMO / "heads" / "early"), "--ppd-exit-layer", "5", *ALWAYS],
+    "early": [
+        "--speculative-model",
+        str(DEMO / "heads" / "early"),
+        "--ppd-exit-layer",
+        "5",
+        *ALWAYS,
+    ],
     "cp": ["--speculative-model", str(DEMO / "heads" / "cp"), *ALWAYS],
-    "cp-lookup": ["--speculative-model", str(DEMO / "heads" / "cp"), "--ppd-prompt-lookup-min", "3", *ALWAYS],
-    "dynamo": ["--speculative-model", str(DEMO / "heads" / "dynamo"), "--spec-tokens", "2", *ALWAYS],
-    "group": ["--speculative-model", "ppd", "--ppd-exit-layer", "6", "--pipeline-parallel-size", "2"],
+    "cp-lookup": [
+        "--speculative-model",
+        str(DEMO / "heads" / "cp"),
+        "--ppd-prompt-lookup-min",
+        "3",
+        *ALWAYS,
+    ],
+    "dynamo": [
+        "--speculative-model",
+        str(DEMO / "heads" / "dynamo"),
+        "--spec-tokens",
+        "2",
+        *ALWAYS,
+    ],
+    "group": [
+        "--speculative-model",
+        "ppd",
+        "--ppd-exit-layer",
+        "6",
+        "--pipeline-parallel-size",
+        "2",
+    ],
 }
-CACHE = ["--num-gpu-blocks-override", "24", "--block-size", "32", "--max-num-seqs", "16"]
-AT_ONCE, LONGEST_PROMPT, LONGEST_ANSWER = 24, 128, 64
-STRUCTURES: list[dict[str, Any]] = [{"regex": "[a-f]{3}[0-9]{1,6}"}, {"choice": ["import os", "import sys", "return"]}]
+CACHE = [
+    "--num-gpu-blocks-override",
+    "24",
+    "--block-size",
+    "32",
+    "--max-num-seqs",
+    "16",
+]
+AT_ONCE = 24
+LONGEST_PROMPT = 128
+LONGEST_ANSWER = 64
+STRUCTURES: list[dict[str, Any]] = [
+    {"regex": "[a-f]{3}[0-9]{1,6}"},
+    {"choice": ["import os", "import sys", "return"]},
+]
 # Each of them is given to one request in twenty.
 OPTIONS: dict[str, list[Any]] = {
     "repetition_penalty": [1.1, 1.4],
@@ -47,11 +87,17 @@ OPTIONS: dict[str, list[Any]] = {
     "vllm_xargs": [{"ppd_draft": False}],
     "structured_outputs": STRUCTURES,
 }
-IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+IDLE = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
 
 
 def request(index: int, text: list[int]) -> dict[str, Any]:
-    """The body of a request, a function of its index; `hang_up` is the number of chunks after which the client does."""
+    """The body of a request, a function of its index; `hang_up` is the number of chunks
+    after which the client does.
+    """
     rng = random.Random(index)
     start = rng.randrange(len(text) - LONGEST_PROMPT)
     body: dict[str, Any] = {
@@ -65,8 +111,16 @@ def request(index: int, text: list[int]) -> dict[str, Any]:
     if kind < 0.15:
         return {**body, "ignore_eos": True, "stream": True, "hang_up": rng.randrange(6)}
     if kind < 0.5:
-        body |= {"temperature": rng.choice([0.5, 0.8, 1.2]), "seed": index, "top_p": rng.choice([0.9, 1.0])}
-    body |= {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.05}
+        body |= {
+            "temperature": rng.choice([0.5, 0.8, 1.2]),
+            "seed": index,
+            "top_p": rng.choice([0.9, 1.0]),
+        }
+    body |= {
+        name: rng.choice(values)
+        for name, values in OPTIONS.items()
+        if rng.random() < 0.05
+    }
     if "structured_outputs" in body:
         # Nothing else may forbid the only token that the structure allows.
         body |= {"ignore_eos": False, "bad_words": [], "stop_token_ids": []}
@@ -86,13 +140,17 @@ def answer(server: Server, body: dict[str, Any]) -> list[int] | None:
             raise RuntimeError(response.text[:300])
         tokens: list[int] = response.json()["choices"][0]["token_ids"]
         return tokens
-    with server.http.stream("POST", "/v1/completions", json={"model": server.model, **body}) as stream:
+    with server.http.stream(
+        "POST", "/v1/completions", json={"model": server.model, **body}
+    ) as stream:
         for _, _line in zip(range(chunks), stream.iter_lines(), strict=False):
             continue
     return None
 
 
-def answers(server: Server, name: str, bodies: list[dict[str, Any]]) -> list[list[int] | None]:
+def answers(
+    server: Server, name: str, bodies: list[dict[str, Any]]
+) -> list[list[int] | None]:
     """The answers to requests, AT_ONCE of them at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = pool.map(lambda body: answer(server, dict(body)), bodies)
@@ -103,16 +161,27 @@ def idle_faults(server: Server) -> list[str]:
     """Gauges of an idle server that are not 0."""
     server.complete(max_tokens=2)  # the gauges wait for a step after the last hang-up
     values = server.metrics()
-    return [f"{gauge} is {values[gauge]:g} after the last answer" for gauge in IDLE if values[gauge]]
+    return [
+        f"{gauge} is {values[gauge]:g} after the last answer"
+        for gauge in IDLE
+        if values[gauge]
+    ]
 
 
-def soak(name: str, bodies: list[dict[str, Any]], expected: list[list[int] | None], folder: Path) -> list[str]:
+def soak(
+    name: str,
+    bodies: list[dict[str, Any]],
+    expected: list[list[int] | None],
+    folder: Path,
+) -> list[str]:
     """The faults of a method's server."""
     server = Server(DEMO / "model", folder / f"{name}.log", *METHODS[name], *CACHE)
     try:
         said = answers(server, name, bodies)
         seeded = [index for index, body in enumerate(bodies) if "seed" in body]
-        off = [{**bodies[index], "vllm_xargs": {"ppd_draft": False}} for index in seeded]
+        off = [
+            {**bodies[index], "vllm_xargs": {"ppd_draft": False}} for index in seeded
+        ]
         without_drafts = answers(server, f"{name}, drafts off", off)
         values = server.metrics()
         faults = idle_faults(server)
@@ -120,34 +189,72 @@ def soak(name: str, bodies: list[dict[str, Any]], expected: list[list[int] | Non
         server.stop()
     for index in seeded:
         expected[index] = without_drafts[seeded.index(index)]
-    faults += [f"request {i} differs: {bodies[i]}" for i, ids in enumerate(said) if ids != expected[i]]
-    progress = "ppd:group_hits_total" if name == "group" else "vllm:spec_decode_num_accepted_tokens_total"
-    faults += [f"{needed} is 0" for needed in (progress, "vllm:num_preemptions_total") if not values[needed]]
+    faults += [
+        f"request {i} differs: {bodies[i]}"
+        for i, ids in enumerate(said)
+        if ids != expected[i]
+    ]
+    progress = (
+        "ppd:group_hits_total"
+        if name == "group"
+        else "vllm:spec_decode_num_accepted_tokens_total"
+    )
+    faults += [
+        f"{needed} is 0"
+        for needed in (progress, "vllm:num_preemptions_total")
+        if not values[needed]
+    ]
     if server.process.returncode not in (0, -signal.SIGINT, -signal.SIGKILL):
         faults.append(f"exit code {server.process.returncode}")
-    print(f"{name}: {len(bodies)} requests, {len(seeded)} seeded, {len(faults)} faults", flush=True)
+    print(
+        f"{name}: {len(bodies)} requests, {len(seeded)} seeded, {len(faults)} faults",
+        flush=True,
+    )
     return faults
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), help="methods (default: all)")
-    parser.add_argument("--requests", type=int, default=3000, help="to each server (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="file for the faults of each method, as JSON (default: none)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="methods (default: all)",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=3000,
+        help="to each server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file for the faults of each method, as JSON (default: none)",
+    )
     options = parser.parse_args()
-    text = AutoTokenizer.from_pretrained(DEMO / "model")("\n".join(split()[1]), verbose=False)["input_ids"]
+    text = AutoTokenizer.from_pretrained(DEMO / "model")(
+        "\n".join(split()[1]), verbose=False
+    )["input_ids"]
     bodies = [request(index, text) for index in range(options.requests)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         alone = Server(DEMO / "model", folder / "alone.log", *CACHE)
         try:
             # On a CPU vLLM alone has another runner, which draws other random numbers.
-            expected = answers(alone, "vLLM alone", [body for body in bodies if "seed" not in body])
+            expected = answers(
+                alone, "vLLM alone", [body for body in bodies if "seed" not in body]
+            )
         finally:
             alone.stop()
         greedy = iter(expected)
         by_index = [None if "seed" in body else next(greedy) for body in bodies]
-        faults = {name: soak(name, bodies, list(by_index), folder) for name in options.only}
+        faults = {
+            name: soak(name, bodies, list(by_index), folder) for name in options.only
+        }
     if options.out is not None:
         options.out.write_text(json.dumps(faults, indent=1))
     for name, lines in faults.items():

@@ -27,7 +27,12 @@ _COMMON = {
     # Large enough that every layer changes what would be said.
     "initializer_range": 0.12,
 }
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+_MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+}
 
 FAMILIES = {
     "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, {}),
@@ -39,7 +44,11 @@ FAMILIES = {
     "gemma3": (
         tf.Gemma3TextConfig,
         tf.Gemma3ForCausalLM,
-        {"sliding_window": 48, "sliding_window_pattern": 3, "query_pre_attn_scalar": HEAD_DIM},
+        {
+            "sliding_window": 48,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": HEAD_DIM,
+        },
     ),
     "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"hidden_size": 128}),
     "gpt_neox": (
@@ -57,10 +66,19 @@ FAMILIES = {
     "granite": (
         tf.GraniteConfig,
         tf.GraniteForCausalLM,
-        {"hidden_size": 128, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
+        {
+            "hidden_size": 128,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+        },
     ),
     "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, {"hidden_size": 128}),
-    "olmo3": (tf.Olmo3Config, tf.Olmo3ForCausalLM, {"hidden_size": 128, "sliding_window": 48}),
+    "olmo3": (
+        tf.Olmo3Config,
+        tf.Olmo3ForCausalLM,
+        {"hidden_size": 128, "sliding_window": 48},
+    ),
     "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"hidden_size": 128}),
     "gpt_oss": (
         tf.GptOssConfig,
@@ -70,9 +88,13 @@ FAMILIES = {
     "llama4": (
         tf.Llama4TextConfig,
         tf.Llama4ForCausalLM,
-        {"num_local_experts": 4, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
+        {
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def make_tokenizer() -> tf.PreTrainedTokenizerFast:
@@ -83,10 +105,14 @@ def make_tokenizer() -> tf.PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    return tf.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, bos_token=END, pad_token=END)
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, bos_token=END, pad_token=END
+    )
 
 
-def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: object) -> Path:
+def make_model(
+    folder: Path, family: str = "llama", seed: int = 0, **changes: object
+) -> Path:
     """Write a random float32 model with a tokenizer; returns its folder."""
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)

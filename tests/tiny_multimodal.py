@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny multimodal model around a tiny text model: its language model says what the text model says.
+"""A tiny multimodal model around a tiny text model: its language model says what the
+text model says.
 
-Qwen2-Audio, since vLLM's image models need torchvision, of which there is no build beside a CPU torch.
+Qwen2-Audio, since vLLM's image models need torchvision, of which there is no build
+beside a CPU torch.
 """
 
 from pathlib import Path
@@ -13,8 +15,12 @@ import transformers as tf
 from safetensors.torch import save_file
 
 TEXT = "qwen2"  # the family of its language model
-AUDIO, _BEGIN, _END = tiny.VOCAB - 1, tiny.VOCAB - 2, tiny.VOCAB - 3  # AUDIO: in whose place embeddings come
-_RATE, _MELS = 16000, 16
+# AUDIO: in whose place embeddings come
+AUDIO = tiny.VOCAB - 1
+_BEGIN = tiny.VOCAB - 2
+_END = tiny.VOCAB - 3
+_RATE = 16000
+_MELS = 16
 _ENCODER = {
     "num_mel_bins": _MELS,
     "d_model": 32,
@@ -30,24 +36,32 @@ def make(folder: Path, text_model: Path) -> Path:
     text = tf.AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
     torch.manual_seed(3)
     config = tf.Qwen2AudioConfig(
-        audio_config=tf.Qwen2AudioEncoderConfig(**_ENCODER), text_config=text.config, audio_token_index=AUDIO
+        audio_config=tf.Qwen2AudioEncoderConfig(**_ENCODER),
+        text_config=text.config,
+        audio_token_index=AUDIO,
     )
     model = tf.Qwen2AudioForConditionalGeneration(config).eval()
     for name, weight in model.named_parameters():  # sounds must change what is said
         if weight.dim() > 1 and "language_model" not in name and "lm_head" not in name:
             torch.nn.init.normal_(weight, std=0.5)
     # The names of published checkpoints, which vLLM knows.
-    tensors = {f"language_model.{name}": weight for name, weight in text.state_dict().items()}
+    tensors = {
+        f"language_model.{name}": weight for name, weight in text.state_dict().items()
+    }
     for name, weight in model.state_dict().items():
         tensors |= {
-            name[name.index(part) :]: weight for part in ("audio_tower", "multi_modal_projector") if part in name
+            name[name.index(part) :]: weight
+            for part in ("audio_tower", "multi_modal_projector")
+            if part in name
         }
     save_file(tensors, folder / "model.safetensors")
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     tokenizer = tiny.make_tokenizer()
     names = {"audio_token": AUDIO, "audio_bos_token": _BEGIN, "audio_eos_token": _END}
-    tokens = {name: tokenizer.convert_ids_to_tokens(number) for name, number in names.items()}
+    tokens = {
+        name: tokenizer.convert_ids_to_tokens(number) for name, number in names.items()
+    }
     tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
     extractor = tf.WhisperFeatureExtractor(feature_size=_MELS, sampling_rate=_RATE)
     tf.Qwen2AudioProcessor(extractor, tokenizer, **tokens).save_pretrained(folder)
@@ -56,6 +70,11 @@ def make(folder: Path, text_model: Path) -> Path:
 
 def sound(seed: int) -> tuple[np.ndarray, int]:
     """Half a second of tones that rise and fall, and its sampling rate."""
-    time, rng = np.arange(_RATE // 2) / _RATE, np.random.default_rng(seed)
-    tones = [rng.random() * np.sin(2 * np.pi * (300 + 3000 * rng.random()) * time * (1 + time)) for _ in range(4)]
+    time = np.arange(_RATE // 2) / _RATE
+    rng = np.random.default_rng(seed)
+    tones = [
+        rng.random()
+        * np.sin(2 * np.pi * (300 + 3000 * rng.random()) * time * (1 + time))
+        for _ in range(4)
+    ]
     return np.sum(tones, axis=0).astype(np.float32), _RATE

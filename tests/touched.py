@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of vLLM this package leans on: what it imports, wraps or overrides, and what it assumes the working of.
+"""What of vLLM this package leans on: what it imports, wraps or overrides, and what it
+assumes the working of.
 
-`python tests/touched.py --record` notes the source of each for the vLLM that is installed, in touched.json.
+`python tests/touched.py --record` notes the source of each for the vLLM that is
+installed, in touched.json.
 """
 
 import ast
@@ -36,34 +38,64 @@ OVERRIDING = {
 }
 # What is called or assumed beside.
 ASSUMED = [
-    f"{V2}.eplb_utils:EPLBController.maybe_register_speculator",  # a speculator without a model registers nothing
-    "vllm.engine.arg_utils:EngineArgs.__post_init__",  # resolves names of heads by get_model_path
-    "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",  # whose global unseen_by_connectors hides
+    # a speculator without a model registers nothing
+    f"{V2}.eplb_utils:EPLBController.maybe_register_speculator",
+    # resolves names of heads by get_model_path
+    "vllm.engine.arg_utils:EngineArgs.__post_init__",
+    # whose global unseen_by_connectors hides
+    "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",  # counts steps in flight, takes placeholder drafts
-    "vllm.v1.kv_cache_interface:KVCacheTensor",  # laid out anew by kv_blocks.added_blocks
+    # counts steps in flight, takes placeholder drafts
+    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
+    # laid out anew by kv_blocks.added_blocks
+    "vllm.v1.kv_cache_interface:KVCacheTensor",
     # Runner V2's step, and what stands around a speculator.
-    *(f"{V2}.model_runner:GPUModelRunner.{name}" for name in (
-        "execute_model", "sample_tokens", "sample", "postprocess_sampled", "capture_model", "prepare_attn",
-        "gather_batch_req_state", "_dummy_run", "update_pp_decode_requests",
-    )),
+    *(
+        f"{V2}.model_runner:GPUModelRunner.{name}"
+        for name in (
+            "execute_model",
+            "sample_tokens",
+            "sample",
+            "postprocess_sampled",
+            "capture_model",
+            "prepare_attn",
+            "gather_batch_req_state",
+            "_dummy_run",
+            "update_pp_decode_requests",
+        )
+    ),
     # How the tokens of a group step reach the first stage.
-    *(f"{V2}.pp_utils:PPHandler.{name}" for name in ("get_prev_sampled_outputs", "receive", "broadcast")),
+    *(
+        f"{V2}.pp_utils:PPHandler.{name}"
+        for name in ("get_prev_sampled_outputs", "receive", "broadcast")
+    ),
     f"{V2}.input_batch:post_update",
     f"{V2}.sample.sampler:Sampler.sample",
     f"{V2}.sample.sampler:Sampler._sample_random",
-    f"{V2}.sample.sampler:Sampler.get_logprobs_dims",  # what the log-probabilities of sharded requests leave out
+    # what the log-probabilities of sharded requests leave out
+    f"{V2}.sample.sampler:Sampler.get_logprobs_dims",
     f"{V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
-    "vllm.config.parallel:ParallelConfig.reconfigure_for_independent_dp_rank",  # of dense models
+    # of dense models
+    "vllm.config.parallel:ParallelConfig.reconfigure_for_independent_dp_rank",
     "vllm.v1.worker.gpu_worker:Worker.update_max_model_len",
     f"{V2}.sample.sampler:Sampler.apply_sampling_params",
-    f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",  # launches the kernels that Lookup does
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",  # placeholders of as many drafts
-    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",  # what ScheduledDrafts takes the place of
+    # launches the kernels that Lookup does
+    f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",
+    # placeholders of as many drafts
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+    # what ScheduledDrafts takes the place of
+    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
     f"{V2}.model_runner:GPUModelRunner.load_model",
-    *(f"{V2}.cudagraph_utils:CudaGraphManager.{name}" for name in (
-        "__init__", "_init_candidates", "capture", "dispatch", "run_fullgraph",
-    )),
+    *(
+        f"{V2}.cudagraph_utils:CudaGraphManager.{name}"
+        for name in (
+            "__init__",
+            "_init_candidates",
+            "capture",
+            "dispatch",
+            "run_fullgraph",
+        )
+    ),
     f"{V2}.cudagraph_utils:ModelCudaGraphManager.capture",
     f"{V2}.block_table:BlockTables.compute_slot_mappings",
     f"{V2}.states:RequestState.add_request",
@@ -71,7 +103,7 @@ ASSUMED = [
     f"{V2}.sample.states:SamplingStates.add_request",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
-]  # fmt: skip
+]
 
 
 def resolved(symbol: str) -> Any:
@@ -83,7 +115,9 @@ def resolved(symbol: str) -> Any:
         value = importlib.import_module(f"{module}.{first}")
     for name in others:
         value = inspect.getattr_static(value, name)
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    value = (
+        value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    )
     return inspect.unwrap(value) if callable(value) else value
 
 
@@ -93,7 +127,10 @@ def imported() -> set[str]:
     for folder in ("vllm_plugins", "model_patches"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                if (
+                    isinstance(node, ast.ImportFrom)
+                    and (node.module or "").split(".")[0] == "vllm"
+                ):
                     symbols |= {f"{node.module}:{alias.name}" for alias in node.names}
     return symbols
 
@@ -104,7 +141,9 @@ def overridden() -> set[str]:
     for ours, theirs in OVERRIDING.items():
         base = resolved(theirs)
         for name, value in vars(resolved(ours)).items():
-            if (inspect.isfunction(value) or isinstance(value, property)) and hasattr(base, name):
+            if (inspect.isfunction(value) or isinstance(value, property)) and hasattr(
+                base, name
+            ):
                 symbols.add(f"{theirs}.{name}")
     return symbols
 
@@ -116,17 +155,28 @@ def replaced() -> set[str]:
 
 def wrapped() -> set[str]:
     """Of the patches."""
-    return {f"{owner}.{name}" if ":" in owner else f"{owner}:{name}" for owner, name, _ in PATCHES}
+    return {
+        f"{owner}.{name}" if ":" in owner else f"{owner}:{name}"
+        for owner, name, _ in PATCHES
+    }
 
 
 def digest(symbol: str) -> str:
-    """Of a function its code without comments and docstrings; of a class its fields and how it is made."""
+    """Of a function its code without comments and docstrings; of a class its fields and
+    how it is made.
+    """
     try:
         value = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
-    code = not inspect.isclass(value) and callable(value)  # a kernel may be another object than a function
-    if code and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
+    code = not inspect.isclass(value) and callable(
+        value
+    )  # a kernel may be another object than a function
+    if (
+        code
+        and "." not in symbol.partition(":")[2]
+        and (source := _source_in_module(symbol))
+    ):
         return digest_of_code(ast.Module([source], []))
     return digest_of(value)
 
@@ -135,7 +185,14 @@ def _source_in_module(symbol: str) -> ast.FunctionDef | None:
     """A module's own function of that name: vLLM's CPU worker replaces some when it is imported."""
     module, _, name = symbol.partition(":")
     tree = ast.parse(inspect.getsource(importlib.import_module(module)))
-    return next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
+    return next(
+        (
+            node
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        ),
+        None,
+    )
 
 
 def digest_of(value: Any) -> str:
@@ -167,7 +224,11 @@ def _hash(text: str) -> str:
 
 
 def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def now() -> dict[str, str]:
@@ -183,9 +244,19 @@ def version() -> str:
 
 def moved(recorded: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What differs, a line each."""
-    lines = [f"{symbol} is gone" for symbol, value in installed.items() if value == "gone" != recorded.get(symbol)]
-    lines += [f"{symbol} is not recorded" for symbol in installed if symbol not in recorded]
-    changed = (s for s in installed if s in recorded and installed[s] not in (recorded[s], "gone"))
+    lines = [
+        f"{symbol} is gone"
+        for symbol, value in installed.items()
+        if value == "gone" != recorded.get(symbol)
+    ]
+    lines += [
+        f"{symbol} is not recorded" for symbol in installed if symbol not in recorded
+    ]
+    changed = (
+        s
+        for s in installed
+        if s in recorded and installed[s] not in (recorded[s], "gone")
+    )
     return lines + [f"{symbol} has changed" for symbol in changed]
 
 

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both ways by which vLLM changes the weights of an engine that runs, to those of a model folder."""
+"""Both ways by which vLLM changes the weights of an engine that runs, to those of a
+model folder.
+"""
 
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 WAYS = ("reload", "transfer")
 
@@ -36,7 +41,9 @@ def change_weights(llm: Any, model: Path, way: str) -> None:
         return
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     runner = worker.model_runner
-    worker.weight_transfer_engine = FileTransfer(None, runner.vllm_config, runner.device, runner.get_model())
+    worker.weight_transfer_engine = FileTransfer(
+        None, runner.vllm_config, runner.device, runner.get_model()
+    )
     try:
         worker.start_weight_update()
         worker.update_weights({"file": model / "model.safetensors"})

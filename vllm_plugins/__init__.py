@@ -3,9 +3,11 @@
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more than once.
+    """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more
+    than once.
 
-    Imports nothing heavy, changes nothing unless one of our methods is used, and never raises on an unsupported vLLM.
+    Imports nothing heavy, changes nothing unless one of our methods is used, and never
+    raises on an unsupported vLLM.
     """
     from vllm_ppd.vllm_plugins import patches, platform
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM says of the platform, of its own options and of errors, for code that does not import it."""
+"""What vLLM says of the platform, of its own options and of errors, for code that does
+not import it.
+"""
 
 import ctypes
 import importlib.metadata
@@ -8,14 +10,19 @@ import signal
 import sys
 from typing import Any, get_args
 
-ENDS_WITH = "PPD_ENDS_WITH"  # id of the process with which its engine must end, even if that is killed
+# id of the process with which its engine must end, even if that is killed
+ENDS_WITH = "PPD_ENDS_WITH"
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
-GATE = 0.01  # share of a GPU's memory that must be free before vLLM starts; the KV cache's size is set separately
+# share of a GPU's memory that must be free before vLLM starts; the KV cache's size is
+# set separately
+GATE = 0.01
 
 
 def end_with_parent() -> None:
-    """End this process of an engine when its parent ends, however that does, if ENDS_WITH asks for it."""
+    """End this process of an engine when its parent ends, however that does, if
+    ENDS_WITH asks for it.
+    """
     if os.environ.get(ENDS_WITH, str(os.getpid())) != str(os.getpid()):
         on_end_of_parent(signal.SIGKILL)
 
@@ -69,7 +76,9 @@ def asks_for_runner_v1() -> bool:
 
 
 def runs_v2() -> bool:
-    """Whether vLLM's model runner V2 can run here: with Triton, or on a CPU with our kernels (engine/cpu/native.py)."""
+    """Whether vLLM's model runner V2 can run here: with Triton, or on a CPU with our
+    kernels (engine/cpu/native.py).
+    """
     return has_triton() or is_cpu()
 
 
@@ -81,10 +90,12 @@ def has_triton() -> bool:
 
 
 def kv_cache(gib: float) -> dict[str, Any]:
-    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
+    """Engine arguments for a KV cache of so many GiB, with which engines start beside
+    others on a GPU.
 
-    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
-    the KV cache is given and nothing else comes from that share.
+    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by
+    default, also where the size of the KV cache is given and nothing else comes from
+    that share.
     """
     import torch
 
@@ -103,7 +114,9 @@ def older_ray_executor() -> bool:
     """Whether Ray is to run vLLM's older executor."""
     from vllm import envs
 
-    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # 0.33 has one Ray executor
+    return not getattr(
+        envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True
+    )  # 0.33 has one Ray executor
 
 
 def uses_modelscope() -> bool:
@@ -129,7 +142,9 @@ def speculative_methods() -> set[str]:
 
 def speculators_algorithms() -> set[str]:
     """Algorithms of speculators' checkpoints that vLLM loads."""
-    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+    from vllm.transformers_utils.configs.speculators.algos import (
+        SUPPORTED_SPECULATORS_TYPES,
+    )
 
     return set(SUPPORTED_SPECULATORS_TYPES)
 
@@ -143,9 +158,14 @@ def invalid_request(message: str, parameter: str) -> Exception:
 
 
 def connector_works_by_layers(kv_transfer_config: Any) -> bool:
-    """Whether a connector moves the KV of each layer as the layer runs, rather than that of blocks around a step."""
+    """Whether a connector moves the KV of each layer as the layer runs, rather than
+    that of blocks around a step.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     connector = KVConnectorFactory.get_connector_class(kv_transfer_config)
     extra = kv_transfer_config.kv_connector_extra_config or {}
-    return connector.requires_piecewise_for_cudagraph(extra) or connector.__name__ == "MoRIIOConnector"
+    return (
+        connector.requires_piecewise_for_cudagraph(extra)
+        or connector.__name__ == "MoRIIOConnector"
+    )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of the drafting methods by name, which everything that lists methods reads.
+"""The records of the drafting methods by name, which everything that lists methods
+reads.
 
 Their classes are dotted paths, so that nothing loads before it is used.
 """
@@ -8,7 +9,8 @@ from dataclasses import dataclass, replace
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
-WORKER = f"{ENGINE}.worker.DraftingWorker"  # that vLLM starts for every method but a worker group
+# that vLLM starts for every method but a worker group
+WORKER = f"{ENGINE}.worker.DraftingWorker"
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,20 @@ class MethodSpec:
 
     title: str  # as in the start-up log line
     drafter: str  # Drafter class
-    speculator: str = f"{ENGINE}.speculator.Speculator"  # drives the drafter on vLLM's model runner V2
+    # drives the drafter on vLLM's model runner V2
+    speculator: str = f"{ENGINE}.speculator.Speculator"
     heads: str | None = None  # kind of heads that the method reads
     needs_heads: bool = False
     looks_up_alone: bool = False  # drafts only from the requests' own texts
-    cuts: bool = False  # runs parts of the target separately, so the family needs an adapter
-    adds_layers: bool = False  # adds layers to the target, which some families do not support
-    writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled
+    cuts: bool = (
+        False  # runs parts of the target separately, so the family needs an adapter
+    )
+    adds_layers: bool = (
+        False  # adds layers to the target, which some families do not support
+    )
+    writes_ahead: bool = (
+        False  # writes KV of drafted positions before they are scheduled
+    )
     options: tuple[str, ...] = ()  # options of this method only
     request_options: tuple[str, ...] = ()  # the same for request options
     group: GroupSpec | None = None  # for worker groups over two pipeline stages
@@ -88,7 +97,11 @@ METHODS: dict[str, MethodSpec] = {
 }
 
 # The first method of each kind of heads.
-METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}
+METHOD_OF_HEADS = {
+    method.heads: name
+    for name, method in reversed(METHODS.items())
+    if method.heads is not None
+}
 
 
 def is_speculator(path: object) -> bool:

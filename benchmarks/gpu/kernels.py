@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of the drafting kernels and of their torch references.
 
-    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json         # vocabulary 128K
-    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json   # small, references only
+    # vocabulary 128K
+    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json
+    # small, references only
+    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json
 
-Times are microseconds: medians of triton.testing.do_bench, which empties the cache before each
-call, with a launch, as in a server without CUDA graphs around it. A kernel pays where it takes at
-most 80 % of torch's time.
+Times are microseconds: medians of triton.testing.do_bench, which empties the cache
+before each call, with a launch, as in a server without CUDA graphs around it. A kernel
+pays where it takes at most 80 % of torch's time.
 """
 
 import argparse
@@ -66,7 +68,11 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     """Both times, and whether the kernel pays; without a GPU only the reference runs."""
     name, reference, arguments = case
     torch_time = microseconds(partial(reference, *arguments), device)
-    row: dict[str, Any] = {"kernel": name, "torch": torch_time, "verdict": "not measured"}
+    row: dict[str, Any] = {
+        "kernel": name,
+        "torch": torch_time,
+        "verdict": "not measured",
+    }
     kernel = chosen(reference, torch.empty(0, device=device))
     if kernel is not reference:
         row["Triton"] = microseconds(partial(kernel, *arguments), device)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of CUDA and host time of a decode step of several systems, in turns.
 
-    python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json --system 'alone=null' \
-        --system 'cp={"model": "HEADS"}' --system 'EAGLE={"method": "eagle", "model": "EAGLE"}'
+    python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json --system
+    'alone=null' \
+        --system 'cp={"model": "HEADS"}' --system 'EAGLE={"method": "eagle", "model":
+        "EAGLE"}'
 
-All engines are alive and decode in turns. Calls of a step are the same in every round; the host's
-time is that of the least disturbed round. The last rows are for a step in which a prompt joins the
-batch.
+All engines are alive and decode in turns. Calls of a step are the same in every round;
+the host's time is that of the least disturbed round. The last rows are for a step in
+which a prompt joins the batch.
 """
 
 import argparse
@@ -59,14 +61,18 @@ def profile(engine: Any, steps: int) -> dict[str, float]:
 
     seconds = []
     activities = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profiler:
+    with torch.profiler.profile(
+        activities=[activities.CPU, activities.CUDA]
+    ) as profiler:
         for _ in range(steps):
             started = time.thread_time()
             engine.step()
             seconds.append(time.thread_time() - started)
     events = Counter({event.key: event.count for event in profiler.key_averages()})
     calls = {name: round(count / steps, 1) for name, count in by_kind(events).items()}
-    return calls | {"host microseconds": round(1e6 * sorted(seconds)[len(seconds) // 2])}
+    return calls | {
+        "host microseconds": round(1e6 * sorted(seconds)[len(seconds) // 2])
+    }
 
 
 def by_kind(events: Counter[str]) -> dict[str, int]:
@@ -78,7 +84,9 @@ def by_kind(events: Counter[str]) -> dict[str, int]:
             kinds["graphs"] += count
         elif "LaunchKernel" in name:
             kinds["launches"] += count
-        elif "Synchronize" in name or name == "cudaMemcpy":  # cudaMemcpyAsync does not wait
+        elif (
+            "Synchronize" in name or name == "cudaMemcpy"
+        ):  # cudaMemcpyAsync does not wait
             kinds["waits"] += count
         elif name.startswith("cudaMemcpy"):
             kinds["copies"] += count
@@ -89,11 +97,15 @@ def by_kind(events: Counter[str]) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--system", action="append", required=True, metavar="NAME=JSON")
-    parser.add_argument("--engine", default="{}", metavar="JSON", help="further engine arguments")
+    parser.add_argument(
+        "--engine", default="{}", metavar="JSON", help="further engine arguments"
+    )
     args = parser.parse_args()
     settings = {**SETTINGS, "model": args.model, **json.loads(args.engine)}
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
@@ -102,7 +114,9 @@ def main() -> None:
         for text in args.system:
             name, _, config = text.partition("=")
             log = args.out.with_suffix(f".{name}.log")
-            engines.append(EngineProcess(System(name, json.loads(config)), settings, log))
+            engines.append(
+                EngineProcess(System(name, json.loads(config)), settings, log)
+            )
             running.callback(engines[-1].close)
         for _ in range(ROUNDS):
             for batch in BATCHES:
@@ -113,7 +127,9 @@ def main() -> None:
                         least = rows.get(key, row)["host microseconds"]
                         if row["host microseconds"] <= least:
                             rows[key] = row
-    ordered = [rows[key] for key in sorted(rows, key=lambda key: (key[0] != "decode", key[1]))]
+    ordered = [
+        rows[key] for key in sorted(rows, key=lambda key: (key[0] != "decode", key[1]))
+    ]
     data = {**provenance(), "benchmark": "rows", "model": args.model, "rows": ordered}
     write_json(args.out, data)
     print(rows_table(data))

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's answers on which heads were trained, kept without the prompts, whose licences vary.
+"""The target's answers on which heads were trained, kept without the prompts, whose
+licences vary.
 
-    python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts prompts.jsonl \\
+    python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts
+    prompts.jsonl \\
         --model M --out FILE
 
-Each line of answers.jsonl.xz has the tokens of an answer and a digest of the prompt's tokens.
+Each line of answers.jsonl.xz has the tokens of an answer and a digest of the prompt's
+tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +27,12 @@ class UnpackOptions(BaseModel):
     """Options for joining packed answers with their prompts."""
 
     answers: str = Field(description=".jsonl.xz of answers")
-    prompts: str = Field(description=".jsonl of chats, in any order; other answers are left out")
-    model: str = Field(description="the target that answered, whose chat template renders prompts")
+    prompts: str = Field(
+        description=".jsonl of chats, in any order; other answers are left out"
+    )
+    model: str = Field(
+        description="the target that answered, whose chat template renders prompts"
+    )
     out: str = Field(description=".jsonl to write, for `ppd train --data`")
 
 
@@ -42,7 +49,9 @@ def unpack(options: UnpackOptions) -> int:
     prompts = {}
     for line in Path(options.prompts).read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"]
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        rendered = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True
+        )
         prompts[digest(rendered["input_ids"])] = rendered["input_ids"]
     written = 0
     with lzma.open(options.answers, "rt") as packed, open(options.out, "w") as chats:

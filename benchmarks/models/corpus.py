@@ -16,7 +16,14 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 
 # Tables, generated data and deliberately broken files teach a language model nothing.
-SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "cjkencodings", "lib2to3", "__pycache__"}
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "encodings",
+    "pydoc_data",
+    "cjkencodings",
+    "lib2to3",
+    "__pycache__",
+}
 SKIPPED_PREFIXES = ("bad", "badsyntax")
 MAX_BYTES = 300_000
 VALIDATION_SHARE = 0.02
@@ -44,7 +51,9 @@ def sources() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES):
+        if SKIPPED_FOLDERS & set(relative.parts) or relative.name.startswith(
+            SKIPPED_PREFIXES
+        ):
             continue
         if not 200 <= path.stat().st_size <= MAX_BYTES:
             continue

@@ -14,7 +14,10 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+)
 
 from vllm_ppd.benchmarks.storage import write_json
 from vllm_ppd.heads.training.loop import train
@@ -27,10 +30,18 @@ from vllm_ppd.heads.training.tokens import Batch
 class ModelOptions(TrainingOptions):
     """Training options of a small model: Muon for matrices, AdamW for the rest."""
 
-    optimizer: Literal["adamw", "muon"] = "muon"  # which needs a quarter of AdamW's tokens at this size
-    learning_rate: float = Field(7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices")
-    others_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW: embeddings and vectors")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of the matrices")
+    optimizer: Literal["adamw", "muon"] = (
+        "muon"  # which needs a quarter of AdamW's tokens at this size
+    )
+    learning_rate: float = Field(
+        7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices"
+    )
+    others_rate: float = Field(
+        1e-3, gt=0, description="peak learning rate of AdamW: embeddings and vectors"
+    )
+    weight_decay: float = Field(
+        0.1, ge=0, description="decoupled weight decay of the matrices"
+    )
 
 
 class ModelRecipe(Recipe):
@@ -42,10 +53,17 @@ class ModelRecipe(Recipe):
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         matrices = self.matrices()
-        others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
+        others = [
+            p for p in self.parameters() if all(p is not matrix for matrix in matrices)
+        ]
         return [
             {"params": matrices, "peak": learning_rate},
-            {"params": others, "peak": self.options.others_rate, "muon": False, "weight_decay": 0.0},
+            {
+                "params": others,
+                "peak": self.options.others_rate,
+                "muon": False,
+                "weight_decay": 0.0,
+            },
         ]
 
 
@@ -56,15 +74,18 @@ class EagleOptions(ModelOptions):
 
     batch_size: int = Field(8, ge=1, description="windows per step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
-    position_share: float = Field(1.0, gt=0, le=1, description="share of positions in losses over the vocabulary")
+    position_share: float = Field(
+        1.0, gt=0, le=1, description="share of positions in losses over the vocabulary"
+    )
 
 
 class Eagle(ModelRecipe):
-    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1, state that gave it]).
+    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1,
+    state that gave it]).
 
-    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth
-    L1 of the states, and a tenth of the cross-entropy to the target's distribution; uniform noise
-    on the states, as in the paper.
+    It predicts the state that gives token t+2; embedding and LM head are the target's.
+    Loss: smooth L1 of the states, and a tenth of the cross-entropy to the target's
+    distribution; uniform noise on the states, as in the paper.
     """
 
     NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states
@@ -75,8 +96,11 @@ class Eagle(ModelRecipe):
         config: Any = target.config
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
-        # Start from the state as it is: what follows need only say how the next one differs.
-        self.fc.weight.data = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
+        # Start from the state as it is: what follows need only say how the next one
+        # differs.
+        self.fc.weight.data = torch.cat(
+            [0.02 * torch.randn(size, size), torch.eye(size)], dim=1
+        )
         layer: Any = LlamaDecoderLayer(config, 0)
         layer.input_layernorm = nn.Identity()  # vLLM's head has none
         self.layer = layer
@@ -84,7 +108,9 @@ class Eagle(ModelRecipe):
         self.to(target.device)
 
     def final_states(self, batch: Batch) -> torch.Tensor:
-        """The target's states after the final norm, which vLLM gives to drafters: [windows, length, hidden]."""
+        """The target's states after the final norm, which vLLM gives to drafters:
+        [windows, length, hidden].
+        """
         with torch.no_grad():
             return self.states(batch).final.float().view(*batch.input_ids.shape, -1)
 
@@ -94,7 +120,8 @@ class Eagle(ModelRecipe):
         return functional.linear(states.to(unembedding.dtype), unembedding).float()
 
     def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """The predicted state after each token but a window's last: [windows, length - 1, hidden].
+        """The predicted state after each token but a window's last: [windows, length -
+        1, hidden].
 
         Args:
             batch: of windows, in which documents begin at position 0.
@@ -111,7 +138,9 @@ class Eagle(ModelRecipe):
         seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
         mask = (seen & (document[:, :, None] == document[:, None]))[:, None]
         rotary = self.rotary(x, positions)
-        output = self.layer(x, attention_mask=mask, position_embeddings=rotary, position_ids=positions)
+        output = self.layer(
+            x, attention_mask=mask, position_embeddings=rotary, position_ids=positions
+        )
         return output[0] if isinstance(output, tuple) else output
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -123,7 +152,8 @@ class Eagle(ModelRecipe):
         rows = self.share_of(known, self.options.position_share)
         logits = self.logits(predicted[rows])
         teacher = self.logits(wanted[rows])
-        # Cross-entropy to the target's distribution, and how often the best tokens agree.
+        # Cross-entropy to the target's distribution, and how often the best tokens
+        # agree.
         classification = functional.cross_entropy(logits, teacher.softmax(-1))
         right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
         counts = {"right": right, "known": torch.tensor(len(logits))}
@@ -133,14 +163,23 @@ class Eagle(ModelRecipe):
         return {"the target's token": round(counts["right"] / counts["known"], 4)}
 
     def config(self) -> dict[str, Any]:
-        return self.target.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+        return self.target.config.to_dict() | {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1,
+        }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        layer = {f"layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
+        layer = {
+            f"layers.0.{name}": tensor
+            for name, tensor in self.layer.state_dict().items()
+        }
         return {"fc.weight": self.fc.weight, **layer}
 
     def write(self, out: Path, provenance: str) -> None:
-        stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.tensors().items()}
+        stored = {
+            name: tensor.detach().to(torch.bfloat16).contiguous()
+            for name, tensor in self.tensors().items()
+        }
         save_file(stored, out / "model.safetensors", {"format": "pt"})
         write_json(out / "config.json", self.config() | {"torch_dtype": "bfloat16"})
         (out / "provenance.json").write_text(provenance)
@@ -149,5 +188,8 @@ class Eagle(ModelRecipe):
 def run(options: EagleOptions) -> int:
     """Train a head and write its folder."""
     facts = train(options, Eagle)
-    print(f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: {facts['held_out_after']}")
+    print(
+        f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: "
+        f"{facts['held_out_after']}"
+    )
     return 0

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Width inflation: make a trained model and its heads N times as wide with the same function.
+"""Width inflation: make a trained model and its heads N times as wide with the same
+function.
 
-    python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9 --out build/inflated \\
+    python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9
+    --out build/inflated \\
         --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp
 
-writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too
-cheap to time, and a large random one accepts nothing. Here every channel of the residual stream,
-attention head and MLP neuron is repeated, and whatever reads the repetitions is zero: the weights
-of the norms past the first copy, the columns of o_proj and down_proj past the real heads and
-neurons. A channel and its copies have the mean of squares of the channel alone, so norms keep their
-weights and eps, in bfloat16 too (with zero channels the weights would be multiplied by the square
-root of a ratio, which bfloat16 rounds). Logits differ by the order of float additions alone. The
-vocabulary, the layers and the head size stay, so the LM head's share of the weights becomes
+writes build/inflated/model, build/inflated/heads/early and so on. A small trained model
+is too cheap to time, and a large random one accepts nothing. Here every channel of the
+residual stream, attention head and MLP neuron is repeated, and whatever reads the
+repetitions is zero: the weights of the norms past the first copy, the columns of o_proj
+and down_proj past the real heads and neurons. A channel and its copies have the mean of
+squares of the channel alone, so norms keep their weights and eps, in bfloat16 too (with
+zero channels the weights would be multiplied by the square root of a ratio, which
+bfloat16 rounds). Logits differ by the order of float additions alone. The vocabulary,
+the layers and the head size stay, so the LM head's share of the weights becomes
 smaller.
 """
 
@@ -36,7 +39,11 @@ from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-REMADE = ("config.json", "curve.jsonl", "provenance.json")  # files of a model that are not copied
+REMADE = (
+    "config.json",
+    "curve.jsonl",
+    "provenance.json",
+)  # files of a model that are not copied
 # How each dimension grows: repeated (+), filled with zeros (0), or not at all (-).
 RULES = {
     "embed_tokens.weight": "-+",
@@ -61,7 +68,9 @@ class InflateOptions(BaseModel):
 
     model: str = Field(description="folder of a trained model")
     heads: tuple[str, ...] = Field((), description="heads folders of the model")
-    times: int = Field(ge=2, description="times the width; the layers' weights grow by its square")
+    times: int = Field(
+        ge=2, description="times the width; the layers' weights grow by its square"
+    )
     out: str = Field(description="folder of model and heads")
 
 
@@ -69,7 +78,8 @@ def run(options: InflateOptions) -> int:
     """Write everything.
 
     Raises:
-        BenchError, HeadsError: on models outside the Llama family, or heads of another width.
+        BenchError, HeadsError: on models outside the Llama family, or heads of another
+            width.
     """
     out = Path(options.out)
     inflate_model(Path(options.model), out / "model", options.times)
@@ -95,24 +105,34 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
-    """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks filled up by itself.
+    """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks
+    filled up by itself.
 
-    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the
-    root of a mean that is `times` smaller: the columns that read them are divided by the root of
-    `times`.
+    The state and the last hidden state are zero past the first copy, and RMSNorm
+    divides by the root of a mean that is `times` smaller: the columns that read them
+    are divided by the root of `times`.
     """
-    if name in ("token", "inner"):  # rows: the state, then both halves of the gated layer
+    if name in (
+        "token",
+        "inner",
+    ):  # rows: the state, then both halves of the gated layer
         inner = (len(tensor) - size) // 2
-        blocks = [filled(block, (times * len(block), size)) for block in tensor.split([size, inner, inner])]
+        blocks = [
+            filled(block, (times * len(block), size))
+            for block in tensor.split([size, inner, inner])
+        ]
         return torch.cat(blocks) * (times**-0.5 if name == "inner" else 1)
     if name == "fuse":  # columns: the last hidden state, then those of other layers
-        last, *others = (filled(block, (size, times * size)) for block in tensor.split(size, dim=1))
+        last, *others = (
+            filled(block, (size, times * size)) for block in tensor.split(size, dim=1)
+        )
         return torch.cat([last * times**-0.5, *others], dim=1)
     return tensor
 
 
 def rule_of(name: str) -> str:
-    """The rule for a tensor of the target or of a layer like its own; a bias grows like its weight's first dimension.
+    """The rule for a tensor of the target or of a layer like its own; a bias grows like
+    its weight's first dimension.
 
     Raises:
         BenchError: for a tensor that the Llama family does not have.
@@ -121,7 +141,10 @@ def rule_of(name: str) -> str:
     for suffix, rule in RULES.items():
         if f".{weight}".endswith(f".{suffix}"):
             return rule if weight == name else rule[:1]
-    raise BenchError(f"tensor {name!r} does not belong to a Llama-like family; give a model of {', '.join(FAMILIES)}")
+    raise BenchError(
+        f"tensor {name!r} does not belong to a Llama-like family; give a model of "
+        f"{', '.join(FAMILIES)}"
+    )
 
 
 def inflate_model(model: Path, out: Path, times: int) -> None:
@@ -132,12 +155,26 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     """
     config = _read(model)
     if config["model_type"] not in FAMILIES:
-        raise BenchError(f"{model}: model_type {config['model_type']!r} is not one of {', '.join(FAMILIES)}")
-    tensors = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    inflated = {name: inflate(tensor, rule_of(name), times) for name, tensor in tensors.items()}
+        raise BenchError(
+            f"{model}: model_type {config['model_type']!r} is not one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    tensors = {
+        name: tensor
+        for file in model.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    inflated = {
+        name: inflate(tensor, rule_of(name), times) for name, tensor in tensors.items()
+    }
     heads = config["num_attention_heads"]
     before = {"num_key_value_heads": heads} | config
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     sizes = {name: times * before[name] for name in names}
     sizes["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
     parameters = sum(tensor.numel() for tensor in inflated.values())
@@ -145,7 +182,11 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     save_torch_state_dict(inflated, out)
     write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
-        if path.is_file() and path.name not in REMADE and "safetensors" not in path.name:
+        if (
+            path.is_file()
+            and path.name not in REMADE
+            and "safetensors" not in path.name
+        ):
             shutil.copyfile(path, out / path.name)
     facts = {"inflated_from": str(model), "parameters": parameters, **sizes}
     write_json(out / "provenance.json", provenance() | facts)
@@ -155,10 +196,10 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
 def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     """Write heads for the inflated model, without their calibration.
 
-    Layers like the target's grow as these do. What else heads read is normed states, which are zero
-    past the first copy, or embeddings, of which they must read one copy, and what they hand to the
-    LM head must be zero where its columns are repeated: all that is filled up with zeros to the
-    shapes that their configuration declares.
+    Layers like the target's grow as these do. What else heads read is normed states,
+    which are zero past the first copy, or embeddings, of which they must read one copy,
+    and what they hand to the LM head must be zero where its columns are repeated: all
+    that is filled up with zeros to the shapes that their configuration declares.
 
     Args:
         folder: heads of the original model.
@@ -167,12 +208,17 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         times: the width of the inflated model relative to the original.
 
     Raises:
-        HeadsError: if the folder holds no heads of ours, or those of a model of another width.
+        HeadsError: if the folder holds no heads of ours, or those of a model of another
+            width.
     """
     config, tensors = load_tensors(folder)
-    size, hidden_size = config.target.hidden_size, _read(model)["hidden_size"]
+    size = config.target.hidden_size
+    hidden_size = _read(model)["hidden_size"]
     if size * times != hidden_size:
-        raise HeadsError(f"heads in {str(folder)!r} are for hidden size {size}, not {hidden_size // times}")
+        raise HeadsError(
+            f"heads in {str(folder)!r} are for hidden size {size}, not "
+            f"{hidden_size // times}"
+        )
     changes: dict[str, Any] = {
         "verifier": str(model),
         "target": config.target.model_copy(update={"hidden_size": hidden_size}),
@@ -182,7 +228,10 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     layer = config.layer_shapes or {}
     if layer:
         changes["layer_tensors"] = {
-            name: [n if growth == "-" else times * n for n, growth in zip(shape, rule_of(name), strict=True)]
+            name: [
+                n if growth == "-" else times * n
+                for n, growth in zip(shape, rule_of(name), strict=True)
+            ]
             for name, shape in layer.items()
         }
     if isinstance(config, CPConfig) and config.condition == "recurrent":
@@ -199,7 +248,9 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
             tensor = in_blocks(name.rpartition(".")[2], tensor, size, times)
         return filled(tensor, shapes[name])
 
-    save_heads(out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()})
+    save_heads(
+        out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()}
+    )
     write_json(out / "provenance.json", provenance() | {"inflated_from": str(folder)})
     print(f"{out}: {inflated.describe()}")
 

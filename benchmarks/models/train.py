@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo model on the standard library's sources: `python -m vllm_ppd.benchmarks.models train`."""
+"""Train the demo model on the standard library's sources: `python -m
+vllm_ppd.benchmarks.models train`.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,37 @@ UNTRAINED = "untrained"  # folder in the output, while the model is trained
 
 
 class DemoOptions(ModelOptions):
-    """A small Llama: 12 layers, so that exits are meaningful, and 4.6M parameters, so that it fits in a repository."""
+    """A small Llama: 12 layers, so that exits are meaningful, and 4.6M parameters, so
+    that it fits in a repository.
+    """
 
     kind: ClassVar[str] = "demo model"
 
     model: str = ""  # the untrained model
     recipe: Literal["full"] = "full"
-    data: tuple[str, ...] = Field(("build/corpus/train.jsonl",), description="texts, as `models corpus` writes them")
-    out: str = Field("benchmarks/demo/model", description="folder of the model; a stopped run continues there")
-    vocabulary: int = Field(4096, ge=257, description="tokens of the BPE; 257 leaves bytes alone")
+    data: tuple[str, ...] = Field(
+        ("build/corpus/train.jsonl",),
+        description="texts, as `models corpus` writes them",
+    )
+    out: str = Field(
+        "benchmarks/demo/model",
+        description="folder of the model; a stopped run continues there",
+    )
+    vocabulary: int = Field(
+        4096, ge=257, description="tokens of the BPE; 257 leaves bytes alone"
+    )
     layers: int = Field(12, ge=1, description="decoder layers")
-    hidden: int = Field(192, ge=96, multiple_of=3 * HEAD, description=f"hidden size, a multiple of {3 * HEAD}")
+    hidden: int = Field(
+        192,
+        ge=96,
+        multiple_of=3 * HEAD,
+        description=f"hidden size, a multiple of {3 * HEAD}",
+    )
     steps: int | None = Field(2400, ge=1, description="optimizer steps")
     batch_size: int = Field(4, ge=1, description="windows of 1,024 tokens a step")
-    others_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms")
+    others_rate: float = Field(
+        3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms"
+    )
 
 
 class DemoModel(ModelRecipe):
@@ -73,10 +92,18 @@ def run(options: DemoOptions) -> int:
     out = Path(options.out)
     untrained = out / UNTRAINED
     if not (untrained / "config.json").exists():
-        lines = [line for path in options.data for line in Path(path).read_text().splitlines()]
-        tokenizer = build_tokenizer([json.loads(line)["text"] for line in lines], options.vocabulary)
+        lines = [
+            line
+            for path in options.data
+            for line in Path(path).read_text().splitlines()
+        ]
+        tokenizer = build_tokenizer(
+            [json.loads(line)["text"] for line in lines], options.vocabulary
+        )
         torch.manual_seed(options.seed)
-        model: Any = LlamaForCausalLM(build_config(tokenizer, options.layers, options.hidden))
+        model: Any = LlamaForCausalLM(
+            build_config(tokenizer, options.layers, options.hidden)
+        )
         model.save_pretrained(untrained)
         tokenizer.save_pretrained(untrained)
     train(options.model_copy(update={"model": str(untrained)}), DemoModel)
@@ -85,7 +112,9 @@ def run(options: DemoOptions) -> int:
 
 
 def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, which can encode any text, so that structured output and any prompt work."""
+    """A byte-level BPE tokenizer, which can encode any text, so that structured output
+    and any prompt work.
+    """
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -97,11 +126,17 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
     )
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
+        tokenizer_object=bpe,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=CONTEXT,
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int) -> LlamaConfig:
+def build_config(
+    tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int
+) -> LlamaConfig:
     """The configuration of a Llama with the options' depth and width."""
     return LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected drafts of an engine along given texts: where its steps start, and how many drafts each accepts."""
+"""Expected drafts of an engine along given texts: where its steps start, and how many
+drafts each accepts.
+"""
 
 from typing import NamedTuple
 
@@ -23,15 +25,17 @@ class Drafted(NamedTuple):
 
 
 def replay(
-    accept: torch.Tensor,  # [texts, steps, n] P(draft i is accepted | those before it were)
+    # [texts, steps, n] P(draft i is accepted | those before it were)
+    accept: torch.Tensor,
     lengths: torch.Tensor,  # [texts] tokens of each text, at most steps + 1
-    limit: torch.Tensor | None = None,  # [texts, steps] drafts that a step makes there (None: n)
+    limit: torch.Tensor
+    | None = None,  # [texts, steps] drafts that a step makes there (None: n)
 ) -> Drafted:
     """Expected drafts and acceptances of an engine that emits exactly these texts.
 
-    A step that starts at position t has emitted token t and drafts the n tokens after it. The next
-    step starts after the accepted tokens and the bonus token. Starts are followed as probability mass
-    over positions, exactly and without drawing.
+    A step that starts at position t has emitted token t and drafts the n tokens after
+    it. The next step starts after the accepted tokens and the bonus token. Starts are
+    followed as probability mass over positions, exactly and without drawing.
     """
     texts, steps, n = accept.shape
     accept = accept.double()
@@ -39,12 +43,15 @@ def replay(
     mass[:, 0] = 1
     totals = torch.zeros(4, dtype=torch.float64, device=accept.device)
     for t in range(steps):
-        # The engine does not draft beyond the text's end, whose last token is the bonus token.
+        # The engine does not draft beyond the text's end, whose last token is the bonus
+        # token.
         room = (lengths - t - 2).clamp(0, n)
         if limit is not None:
             room = torch.minimum(room, limit[:, t])
         allowed = torch.arange(n, device=accept.device)[None] < room[:, None]
-        survive = torch.cumprod(accept[:, t] * allowed, dim=1)  # [texts, n] first i + 1 accepted
+        survive = torch.cumprod(
+            accept[:, t] * allowed, dim=1
+        )  # [texts, n] first i + 1 accepted
         here = mass[:, t]
         alive = here * (t < lengths - 1)
         accepted = alive * survive.sum(1)

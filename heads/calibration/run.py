@@ -42,11 +42,15 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 
-def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
-    """The heads of a calibration, checked before their target loads, and the target's name.
+def checked(
+    options: CalibrationOptions,
+) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
+    """The heads of a calibration, checked before their target loads, and the target's
+    name.
 
     Raises:
-        HeadsError: if they are damaged, if their target is not found, or if it is another model.
+        HeadsError: if they are damaged, if their target is not found, or if it is
+            another model.
     """
     config, tensors = load_tensors(options.heads)
     name = options.model or find_target(config.verifier, options.heads)
@@ -77,7 +81,8 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     )
     if target.max_length is not None and options.new_tokens >= target.max_length:
         raise TrainingError(
-            f"--new-tokens {options.new_tokens} leave no prompt of the model's {target.max_length} tokens"
+            f"--new-tokens {options.new_tokens} leave no prompt of the model's "
+            f"{target.max_length} tokens"
         )
     return Calibration(options, config, tensors, target)
 
@@ -91,8 +96,8 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     """
     if (name := hub_name(options.heads)) is not None:
         raise HeadsError(
-            f"heads {quoted(options.heads)} are on the Hub and cannot be changed there; run "
-            f"`hf download {name.repo} --local-dir DIR` and calibrate DIR"
+            f"heads {quoted(options.heads)} are on the Hub and cannot be changed "
+            f"there; run `hf download {name.repo} --local-dir DIR` and calibrate DIR"
         )
     check_is_folder(options.heads)
     with writing_folder(options.heads, "heads folder"):
@@ -104,7 +109,8 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
 
 
 def _measure(calibration: Calibration) -> dict[str, Any]:
-    options, config = calibration.options, calibration.config
+    options = calibration.options
+    config = calibration.config
     path = Path(options.heads) / CALIBRATION_NAME
     measured = {}
     for name, measure in calibration_of(config.kind).PARTS.items():
@@ -114,7 +120,9 @@ def _measure(calibration: Calibration) -> dict[str, Any]:
     result = provenance(
         kind=config.kind,
         target=calibration.target.name,
-        options=options.model_dump(mode="json", exclude={"recommend", "device", "batch"}),
+        options=options.model_dump(
+            mode="json", exclude={"recommend", "device", "batch"}
+        ),
         finished=True,
         parts=measured,
         recommendation=chosen,
@@ -133,16 +141,23 @@ def report(result: dict[str, Any], heads: str = "HEADS") -> str:
         result: the content of calibration.json.
         heads: the folder, as it is served.
     """
-    kind, target = result["kind"], result["target"]
+    kind = result["kind"]
+    target = result["target"]
     parts = KINDS[kind].parts.model_validate(result["parts"])
     title = f"{kind} heads for {target}"
     tables = calibration_of(kind).tables(parts)
-    return "\n\n".join([title, *tables, advice(heads, target, result["recommendation"])])
+    return "\n\n".join(
+        [title, *tables, advice(heads, target, result["recommendation"])]
+    )
 
 
 def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
     """Write what was recommended into the heads' configuration."""
-    fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
+    fields = {
+        name: value
+        for name, value in chosen.items()
+        if name in type(config).model_fields
+    }
     # The drafts by batch size of an earlier calibration are of other figures.
     known = config.model_dump() | {"calibration": None}
     save_config(folder, type(config).model_validate(known | fields))
@@ -150,7 +165,8 @@ def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -
 
 def _complete(calibration: Calibration) -> None:
     """Store what published heads lack: their target, and the counts of the data's tokens."""
-    target, config = calibration.target, calibration.config
+    target = calibration.target
+    config = calibration.config
     folder = Path(calibration.options.heads)
     counts = counts_of(calibration.options.data, target, by_answer=True)
     if not counts.any():  # prompts alone
@@ -174,7 +190,9 @@ def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Ten
         by_answer: count only what the model writes.
     """
     counts = np.zeros(target.vocab_size, np.int64)
-    documents = Documents(data, lambda: target.tokenizer, report=False, by_answer=by_answer)
+    documents = Documents(
+        data, lambda: target.tokenizer, report=False, by_answer=by_answer
+    )
     for document in documents.tokens():
         ids = np.array(document.ids, np.int64)
         if by_answer and document.mask is not None:
@@ -193,7 +211,8 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, so the results will "
-            "be too optimistic; give --data that was not used for training",
+            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, "
+            "so the results will be too optimistic; give --data that was not used "
+            "for training",
             file=sys.stderr,
         )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that the parts of a calibration share: the target, the heads, and texts that are made once."""
+"""State that the parts of a calibration share: the target, the heads, and texts that
+are made once.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Calibration:
     def sampled(self) -> Texts:
         torch.manual_seed(self.options.seed)
         options = self.options
-        return generate(self.target, self.prompts, options.new_tokens, options.temperature)
+        return generate(
+            self.target, self.prompts, options.new_tokens, options.temperature
+        )
 
     def texts(self) -> Iterator[tuple[str, Texts]]:
         """The greedy texts and the sampled ones, by the names that parts have for them."""
@@ -66,7 +70,9 @@ class Calibration:
         yield f"T {self.options.temperature:g}", self.sampled
 
     def timing(self) -> Timing:
-        """The weights of the LM head relative to a pass, and of a d x d matrix relative to a layer."""
+        """The weights of the LM head relative to a pass, and of a d x d matrix relative
+        to a layer.
+        """
         layers = sum(tensor.numel() for tensor in self.target.layers.parameters())
         lm_head = self.target.unembedding.numel()
         matrix = self.target.hidden_size**2
@@ -77,22 +83,27 @@ class Calibration:
 
     def draft_vocabulary(self) -> torch.Tensor | None:
         """The token IDs of the heads' own draft vocabulary; None if it is the whole one."""
-        size, counts = self.config.draft_vocab_size, self.config.counts_tensor
+        size = self.config.draft_vocab_size
+        counts = self.config.counts_tensor
         if counts is None or size in (None, self.target.vocab_size):
             return None
         return most_frequent(self.tensors[counts], size).to(self.target.device)
 
 
 def parts_of(measure: Callable[..., Any]) -> dict[str, Callable[[Calibration], Any]]:
-    """The parts of heads that draft from a vocabulary, by their names in calibration.json.
+    """The parts of heads that draft from a vocabulary, by their names in
+    calibration.json.
 
     Args:
-        measure: maps a calibration, texts and the token IDs of a draft vocabulary (None: the whole) to
-            what is stored of them.
+        measure: maps a calibration, texts and the token IDs of a draft vocabulary
+            (None: the whole) to what is stored of them.
     """
 
     def acceptance(calibration: Calibration) -> dict[str, Any]:
-        return {name: measure(calibration, texts, None) for name, texts in calibration.texts()}
+        return {
+            name: measure(calibration, texts, None)
+            for name, texts in calibration.texts()
+        }
 
     def vocabulary(calibration: Calibration) -> dict[int, Any]:
         token_ids = calibration.draft_vocabulary()
@@ -100,4 +111,8 @@ def parts_of(measure: Callable[..., Any]) -> dict[str, Callable[[Calibration], A
             return {}
         return {len(token_ids): measure(calibration, calibration.sampled, token_ids)}
 
-    return {"timing": Calibration.timing, "acceptance": acceptance, "vocabulary": vocabulary}
+    return {
+        "timing": Calibration.timing,
+        "acceptance": acceptance,
+        "vocabulary": vocabulary,
+    }

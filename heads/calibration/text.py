@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts for measurements: what the target writes after prompts, and how likely drafts are accepted there."""
+"""Texts for measurements: what the target writes after prompts, and how likely drafts
+are accepted there.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Texts:
     prompt: int  # tokens of the longest prompt
     lengths: torch.Tensor  # [texts] generated tokens, the end token included
     temperature: float  # at which the text was sampled; 0 is greedy
-    starts: torch.Tensor | None = None  # [texts] where each prompt begins (None: all at 0)
+    starts: torch.Tensor | None = (
+        None  # [texts] where each prompt begins (None: all at 0)
+    )
 
     @property
     def generated(self) -> torch.Tensor:
@@ -49,9 +53,15 @@ class Texts:
             some = slice(start, start + size)
             ids = self.ids[some, :-1]  # nothing reads the last token's state
             starts = torch.zeros(1) if self.starts is None else self.starts[some]
-            # A document begins at each position 0, so that padding is not part of what follows it.
-            positions = torch.arange(ids.shape[1], device=device) - starts.to(device).long()[:, None]
-            batches.append((some, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
+            # A document begins at each position 0, so that padding is not part of what
+            # follows it.
+            positions = (
+                torch.arange(ids.shape[1], device=device)
+                - starts.to(device).long()[:, None]
+            )
+            batches.append(
+                (some, Batch(ids, positions.clamp(min=0).expand(len(ids), -1)))
+            )
         return batches
 
     def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
@@ -84,24 +94,30 @@ def logits_at(target: Target, states: torch.Tensor, temperature: float) -> torch
 
 def acceptance(
     log_p: torch.Tensor,  # [rows, vocabulary], the target's log-probabilities
-    log_q: torch.Tensor,  # [rows, vocabulary], the draft's; -inf outside a draft vocabulary
+    # [rows, vocabulary], the draft's; -inf outside a draft vocabulary
+    log_q: torch.Tensor,
     tokens: torch.Tensor,  # [rows], what the target has written
     temperature: float,
 ) -> torch.Tensor:
     """P(a draft is accepted | the target has written this token): [rows].
 
-    Greedy drafts are accepted where they are the token. Sampled ones share the target's Gumbel noise:
-    both take the arg-max of log-probability plus noise. The two are the token x with probability
-    1 / sum_i max(p_i / p_x, q_i / q_x), which is divided by p_x here, as x is known.
+    Greedy drafts are accepted where they are the token. Sampled ones share the target's
+    Gumbel noise: both take the arg-max of log-probability plus noise. The two are the
+    token x with probability 1 / sum_i max(p_i / p_x, q_i / q_x), which is divided by
+    p_x here, as x is known.
     """
     if not temperature:
         return (log_q.argmax(-1) == tokens).float()
     at_p = log_p.gather(1, tokens[:, None])
     at_q = log_q.gather(1, tokens[:, None]).clamp(min=-1e30)
-    return torch.exp(-torch.logsumexp(torch.maximum(log_p, log_q + at_p - at_q), dim=-1))
+    return torch.exp(
+        -torch.logsumexp(torch.maximum(log_p, log_q + at_p - at_q), dim=-1)
+    )
 
 
-def take_prompts(data: Sequence[str], target: Target, count: int, length: int, longest: int) -> list[list[int]]:
+def take_prompts(
+    data: Sequence[str], target: Target, count: int, length: int, longest: int
+) -> list[list[int]]:
     """The prompts of records, and pieces of texts, the middle one of each text first.
 
     Args:
@@ -127,14 +143,17 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, l
     prompts = in_turns(rows)[:count]
     if len(prompts) < count:
         raise TrainingError(
-            f"the data has {len(prompts)} prompts (of up to {longest} tokens, or {length} of a text), but "
-            f"{count} are needed; give more data, or smaller --prompts or --prompt-tokens"
+            f"the data has {len(prompts)} prompts (of up to {longest} tokens, or "
+            f"{length} of a text), but {count} are needed; give more data, or smaller "
+            "--prompts or --prompt-tokens"
         )
     return prompts
 
 
 @torch.no_grad()
-def generate(target: Target, prompts: Sequence[list[int]], tokens: int, temperature: float = 0.0) -> Texts:
+def generate(
+    target: Target, prompts: Sequence[list[int]], tokens: int, temperature: float = 0.0
+) -> Texts:
     """Let the target write after prompts.
 
     Args:
@@ -146,7 +165,12 @@ def generate(target: Target, prompts: Sequence[list[int]], tokens: int, temperat
     ends = end_tokens(target)
     settings: dict[str, Any] = {"do_sample": False}
     if temperature:
-        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        settings = {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+        }
     config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=ends or None,
@@ -163,17 +187,22 @@ def generate(target: Target, prompts: Sequence[list[int]], tokens: int, temperat
     real = torch.arange(width)[None] >= starts[:, None]
     defaults = target.model.generation_config
     try:
-        # transformers would fill in what the config leaves open: penalties, banned n-grams, beams.
+        # transformers would fill in what the config leaves open: penalties, banned
+        # n-grams, beams.
         target.model.generation_config = GenerationConfig()
         batches = torch.arange(len(prompts)).split(WRITTEN_TOGETHER)
         for some in tqdm(batches, desc="writing texts", delay=2):
             mask = real[some].long().to(target.device)
-            out = target.model.generate(ids[some, :width], attention_mask=mask, generation_config=config)
+            out = target.model.generate(
+                ids[some, :width], attention_mask=mask, generation_config=config
+            )
             ids[some, width : out.shape[1]] = out[:, width:]
     finally:
         target.model.generation_config = defaults
     generated = ids[:, width:]
-    ended = torch.isin(generated, torch.tensor(ends, dtype=ids.dtype, device=ids.device))
+    ended = torch.isin(
+        generated, torch.tensor(ends, dtype=ids.dtype, device=ids.device)
+    )
     lengths = torch.where(ended.any(1), ended.float().argmax(1) + 1, tokens)
     return Texts(ids, width, lengths, temperature, starts)
 

@@ -19,12 +19,17 @@ from vllm_ppd.heads.in_words import percent, table
 from vllm_ppd.heads.measured import ByDrafts, Counts
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]  # from the configuration and the tensors
+MakeHead = Callable[
+    [Any, dict[str, torch.Tensor]], Any
+]  # from the configuration and the tensors
 
 
 @torch.no_grad()
 def drafted(
-    calibration: Calibration, make: MakeHead, texts: Texts, token_ids: torch.Tensor | None = None
+    calibration: Calibration,
+    make: MakeHead,
+    texts: Texts,
+    token_ids: torch.Tensor | None = None,
 ) -> list[Drafted]:
     """An engine's expected counts on texts with 1, 2, ... drafts.
 
@@ -36,7 +41,8 @@ def drafted(
     """
     target = calibration.target
     head = make(calibration.config, calibration.tensors).to(target.device, target.dtype)
-    drafts, steps = head.positions - 1, texts.generated.shape[1]
+    drafts = head.positions - 1
+    steps = texts.generated.shape[1]
     accept = torch.zeros(len(texts.ids), steps, drafts)
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
@@ -47,12 +53,22 @@ def drafted(
         # The rows of `final` that read the drafts' positions.
         places = torch.arange(len(final), device=final.device).view(-1, steps)
         places = ahead(places, range(1, drafts + 1)).flatten(0, 1)
-        size = max(1, rows_a_chunk(target.unembedding) // (head.factors * head.rank + 2))
+        size = max(
+            1, rows_a_chunk(target.unembedding) // (head.factors * head.rank + 2)
+        )
         chances = []
         for start in range(0, len(tokens), size):
             rows = slice(start, start + size)
             chances.append(
-                _chances(calibration, head, hidden[rows], final[places[rows]], tokens[rows], texts, token_ids)
+                _chances(
+                    calibration,
+                    head,
+                    hidden[rows],
+                    final[places[rows]],
+                    tokens[rows],
+                    texts,
+                    token_ids,
+                )
             )
         accept[some] = torch.cat(chances).view(-1, steps, drafts).cpu()
     lengths = texts.lengths.cpu()
@@ -63,13 +79,16 @@ def _chances(
     calibration: Calibration,
     head: Any,
     hidden: torch.Tensor,  # [rows, hidden], which the head reads
-    final: torch.Tensor,  # [rows, drafts, hidden], of which the target's distributions are
-    tokens: torch.Tensor,  # [rows, 1 + drafts], the sampled token and the tokens after it
+    # [rows, drafts, hidden], of which the target's distributions are
+    final: torch.Tensor,
+    # [rows, 1 + drafts], the sampled token and the tokens after it
+    tokens: torch.Tensor,
     texts: Texts,
     token_ids: torch.Tensor | None,
 ) -> torch.Tensor:
     """P(a draft is accepted | those before it were): [rows, drafts]."""
-    target, temperature = calibration.target, texts.temperature
+    target = calibration.target
+    temperature = texts.temperature
     context = head.context(target, tokens[:, :-1])
     with calibration.autocast():
         logits = head.logits(hidden, target.unembedding, target.bias, context)
@@ -89,7 +108,12 @@ def _chances(
     return torch.stack(chances, dim=1)
 
 
-def by_drafts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None, make: MakeHead) -> ByDrafts:
+def by_drafts(
+    calibration: Calibration,
+    texts: Texts,
+    token_ids: torch.Tensor | None,
+    make: MakeHead,
+) -> ByDrafts:
     """What is stored of `drafted`."""
     counts = drafted(calibration, make, texts, token_ids)
     return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])
@@ -101,7 +125,9 @@ PARTS = parts_of(partial(by_drafts, make=CPHead.from_tensors))
 def tables(parts: CPParts) -> Iterator[str]:
     """Markdown of what was measured."""
     measured = dict(parts.acceptance)
-    measured |= {f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()}
+    measured |= {
+        f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()
+    }
     yield "Expected drafts accepted per step (rate: accepted / drafted)"
     yield table(
         ["texts", "drafts", "rate", "accepted per step"],

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP heads: `config.json`, the options of their training, what calibration stores, and what drafting costs."""
+"""CP heads: `config.json`, the options of their training, what calibration stores, and
+what drafting costs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
 from vllm_ppd.heads.comma_lists import Integers
-from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
+from vllm_ppd.heads.measured import (
+    ByDrafts,
+    ByTexts,
+    Number,
+    Parts,
+    Setting,
+    Work,
+    on_texts,
+)
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
 Condition = Literal["none", "recurrent"]
@@ -19,20 +29,40 @@ Condition = Literal["none", "recurrent"]
 class Experts(BaseModel):
     """The shape of a CP head, which its configuration and the options of its training share."""
 
-    positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
+    positions: int = Field(
+        4,
+        ge=2,
+        le=17,
+        description="positions of the joint: one verified token and n-1 drafts",
+    )
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
-    factorised: bool = Field(True, description="W = E* T; otherwise full V x E matrices, as measured in the paper")
+    factorised: bool = Field(
+        True,
+        description="W = E* T; otherwise full V x E matrices, as measured in the paper",
+    )
     condition: Condition = Field(
         "recurrent",
-        description="what heads read besides the state: nothing (the paper), or each token through a recurrent state",
+        description="what heads read besides the state: nothing (the paper), or each "
+        "token through a recurrent state",
     )
     inner_size: int | None = Field(
-        None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (default: twice the model's)"
+        None,
+        ge=1,
+        le=1 << 20,
+        description="width of a recurrent state's gated layer (default: twice the "
+        "model's)",
     )
     layers: Annotated[Integers, Field(strict=False, max_length=64)] = Field(
-        (), description="layers after which a recurrent state also reads the target's states, such as 8,16,24"
+        (),
+        description="layers after which a recurrent state also reads the target's "
+        "states, such as 8,16,24",
     )
-    expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices by which recurrent experts differ")
+    expert_rank: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        description="rank of the matrices by which recurrent experts differ",
+    )
     num_speculative_tokens: int
 
     @field_validator("condition", mode="before")
@@ -40,60 +70,103 @@ class Experts(BaseModel):
     def _exists(cls, condition: Any) -> Any:
         if condition in ("token", "chain"):
             raise ValueError(
-                f"heads of condition {condition!r} are no longer served; train new heads with --condition recurrent"
+                f"heads of condition {condition!r} are no longer served; train new "
+                "heads with --condition recurrent"
             )
         return condition
 
     @model_validator(mode="after")
     def _possible(self) -> Experts:
         if self.layers and self.condition != "recurrent":
-            raise ValueError(f"layers={self.layers} need condition 'recurrent', not 'none'")
+            raise ValueError(
+                f"layers={self.layers} need condition 'recurrent', not 'none'"
+            )
         if list(self.layers) != sorted({layer for layer in self.layers if layer > 0}):
             raise ValueError(f"layers={self.layers} must be ascending and at least 1")
         drafts = self.num_speculative_tokens
         if drafts > self.positions - 1:
-            raise ValueError(f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not {self.positions}")
+            raise ValueError(
+                f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not "
+                f"{self.positions}"
+            )
         if self.condition == "recurrent" and not self.factorised:
             raise ValueError("condition 'recurrent' needs factorised heads; use 'none'")
         return self
 
 
 class CPOptions(Experts, FullOptions):
-    """`ppd train cp`: a CP head of rank r, with a frozen target ("head-only" in the paper) or one trained with it."""
+    """`ppd train cp`: a CP head of rank r, with a frozen target ("head-only" in the
+    paper) or one trained with it.
+    """
 
     kind: ClassVar[str] = "cp"
 
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts per step that the heads recommend")
+    num_speculative_tokens: int = Field(
+        3, ge=1, le=16, description="drafts per step that the heads recommend"
+    )
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="Muon for transforms and AdamW for the rest, or AdamW alone (the paper names no optimiser)"
+        "muon",
+        description="Muon for transforms and AdamW for the rest, or AdamW alone (the "
+        "paper names no optimiser)",
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate (the paper names none); higher for weights that read embeddings"
+        1e-3,
+        gt=0,
+        description="peak learning rate (the paper names none); higher for weights "
+        "that read embeddings",
     )
-    balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
+    balance: float = Field(
+        0.1, ge=0, description="weight of the load-balancing loss (eq. 10)"
+    )
     start: Literal["ridge", "identity"] = Field(
-        "ridge", description="initial transforms: a ridge regression of the target's later states, or the identity"
+        "ridge",
+        description="initial transforms: a ridge regression of the target's later "
+        "states, or the identity",
     )
     decay: float = Field(
-        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the previous draft"
+        0.8,
+        gt=0,
+        le=1,
+        description="weight of a draft's distillation, relative to that of the "
+        "previous draft",
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of a recurrent state's gated layer")
-    base_learning_rate: float = Field(1e-4, ge=0, description="peak learning rate of the base model (full recipe)")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout rate of a recurrent state's gated layer"
+    )
+    base_learning_rate: float = Field(
+        1e-4, ge=0, description="peak learning rate of the base model (full recipe)"
+    )
     base_start: Literal["trained", "random"] = Field(
-        "trained", description="initial weights of the base model (full recipe); random is the paper's choice"
+        "trained",
+        description="initial weights of the base model (full recipe); random is the "
+        "paper's choice",
     )
     train_vocab_size: int = Field(
-        0, ge=0, description="train over the most frequent tokens of the data only, and draft from them (0: all tokens)"
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the data only, and draft "
+        "from them (0: all tokens)",
     )
 
     @model_validator(mode="after")
     def _fits(self) -> CPOptions:
         if not self.factorised and self.train_vocab_size:
-            raise ValueError("full classifiers are trained over the whole vocabulary; omit --train-vocab-size")
+            raise ValueError(
+                "full classifiers are trained over the whole vocabulary; omit "
+                "--train-vocab-size"
+            )
         if self.recipe == "full" and self.train_vocab_size:
-            raise ValueError("the full recipe trains the whole LM head; omit --train-vocab-size")
-        if self.base_start == "random" and (self.recipe, self.start) != ("full", "identity"):
-            raise ValueError("a random base model must be trained with the heads; add --recipe full --start identity")
+            raise ValueError(
+                "the full recipe trains the whole LM head; omit --train-vocab-size"
+            )
+        if self.base_start == "random" and (self.recipe, self.start) != (
+            "full",
+            "identity",
+        ):
+            raise ValueError(
+                "a random base model must be trained with the heads; add --recipe "
+                "full --start identity"
+            )
         return self
 
 
@@ -117,19 +190,30 @@ class CPConfig(Experts, HeadsConfig):
     counts: ClassVar[tuple[str, ...]] = ("token_counts",)
 
     num_speculative_tokens: RecommendedDrafts
-    positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
-    rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
-    condition: Condition = Field("none", description="what the experts read besides the state")
+    positions: int = Field(
+        ge=2,
+        le=17,
+        description="n: positions of the joint; position 1 is the verified token",
+    )
+    rank: int = Field(
+        ge=1, le=64, description="r: rank-1 terms, the experts of the mixture"
+    )
+    condition: Condition = Field(
+        "none", description="what the experts read besides the state"
+    )
     layers: Annotated[tuple[int, ...], Field(strict=False, max_length=64)] = ()
     token_counts: bool = Field(
-        False, description="the heads have token counts of the training data, for a draft vocabulary"
+        False,
+        description="the heads have token counts of the training data, for a draft "
+        "vocabulary",
     )
 
     @model_validator(mode="after")
     def _within_the_target(self) -> CPConfig:
         if self.layers and self.layers[-1] >= self.target.num_hidden_layers:
             raise ValueError(
-                f"layers names layer {self.layers[-1]}, but the target has {self.target.num_hidden_layers}"
+                f"layers names layer {self.layers[-1]}, but the target has "
+                f"{self.target.num_hidden_layers}"
             )
         return self
 
@@ -143,7 +227,9 @@ class CPConfig(Experts, HeadsConfig):
 
     @property
     def factors(self) -> int:
-        """Positions that the experts predict: all, or those after the newest token if the head reads it."""
+        """Positions that the experts predict: all, or those after the newest token if
+        the head reads it.
+        """
         return self.positions if self.condition == "none" else self.positions - 1
 
     @property
@@ -170,7 +256,12 @@ class CPConfig(Experts, HeadsConfig):
         elif self.factorised:
             shapes["cp.transforms"] = [self.factors, self.rank, size, size]
         else:
-            shapes["cp.classifiers"] = [self.factors, self.rank, self.target.vocab_size, size]
+            shapes["cp.classifiers"] = [
+                self.factors,
+                self.rank,
+                self.target.vocab_size,
+                size,
+            ]
         if self.token_counts:
             shapes["token_counts"] = [self.target.vocab_size]
         return shapes
@@ -186,11 +277,14 @@ class CPConfig(Experts, HeadsConfig):
             shapes["fuse"] = [size, (1 + len(self.layers)) * size]
         return shapes
 
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """A recurrent state reads its matrices and the LM head for each draft, as each needs the draft before.
+    def work(
+        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
+    ) -> Work:
+        """A recurrent state reads its matrices and the LM head for each draft, as each
+        needs the draft before.
 
-        A transform is read for each expert and position, and the LM head once for all of them. A whole classifier is an
-        LM head.
+        A transform is read for each expert and position, and the LM head once for all
+        of them. A whole classifier is an LM head.
         """
         if self.condition == "recurrent":
             size = self.target.hidden_size
@@ -208,16 +302,29 @@ class CPConfig(Experts, HeadsConfig):
         return settings_by_drafts(self, parts, greedy)
 
 
-def settings_by_drafts(config: HeadsConfig, parts: CPParts, greedy: bool) -> Iterator[Setting]:
+def settings_by_drafts(
+    config: HeadsConfig, parts: CPParts, greedy: bool
+) -> Iterator[Setting]:
     """Settings of heads for which the number of drafts and the draft vocabulary are chosen."""
-    measured: list[tuple[int | None, ByDrafts]] = [(None, on_texts(parts.acceptance, greedy))]
+    measured: list[tuple[int | None, ByDrafts]] = [
+        (None, on_texts(parts.acceptance, greedy))
+    ]
     measured += [] if greedy else list(parts.vocabulary.items())
     for size, by in measured:
         for n, counts in enumerate(by.by_drafts, start=1):
-            work = config.work(n, 1.0 if size is None else size / config.target.vocab_size)
+            work = config.work(
+                n, 1.0 if size is None else size / config.target.vocab_size
+            )
             options = {"num_speculative_tokens": n, "draft_vocab_size": size}
             yield Setting(
-                options, n, counts.drafted / max(counts.cycles, 1), counts.length,
-                work.matrices * parts.timing.transform_in_layers, work.reads, work.rows,
-                served={name: value for name, value in options.items() if value is not None},
-            )  # fmt: skip
+                options,
+                n,
+                counts.drafted / max(counts.cycles, 1),
+                counts.length,
+                work.matrices * parts.timing.transform_in_layers,
+                work.reads,
+                work.rows,
+                served={
+                    name: value for name, value in options.items() if value is not None
+                },
+            )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP head: the next n tokens from one hidden state, as a rank-r canonical decomposition of their joint probability."""
+"""CP head: the next n tokens from one hidden state, as a rank-r canonical decomposition
+of their joint probability.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,41 @@ from torch.utils.checkpoint import checkpoint
 from vllm_ppd.heads.cp.config import Condition, CPConfig
 from vllm_ppd.heads.cp.recurrence import Recurrence
 from vllm_ppd.heads.training.target import Target, TargetStates
-from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain, mixture, posterior
+from vllm_ppd.kernels.cp_mixture import (
+    at_least_float32,
+    draft_chain,
+    mixture,
+    posterior,
+)
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
-NOISE = 0.01  # of new experts, relative to the norm of their initial weights; a toy mixture trained worse with 0.1
+# of new experts, relative to the norm of their initial weights; a toy mixture trained
+# worse with 0.1
+NOISE = 0.01
 
 
 class CPHead(nn.Module):
-    """r experts of n factors each over the target's last hidden state e: P_a^(s) = softmax(W_a^(s) e) (eq. 6).
+    """r experts of n factors each over the target's last hidden state e: P_a^(s) =
+    softmax(W_a^(s) e) (eq. 6).
 
-    factorised: W_a^(s) = E* T_a^(s). E* is the target's own unembedding and is not stored here: n r matrices of d x d,
-                whose n r states share one read of E*. T = identity is the target's own next-token distribution.
+    factorised: W_a^(s) = E* T_a^(s). E* is the target's own unembedding and is not
+    stored here: n r matrices of d x d,
+                whose n r states share one read of E*. T = identity is the target's own
+                next-token distribution.
     full:       whole W_a^(s), V x d numbers each (what the paper measured).
 
-    The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token b that the target samples itself.
+    The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token b that
+    the target samples itself.
 
     e does not depend on b. With E the target's input embeddings and x_1 = b:
 
     none        P(x_1..x_n | e) as above; b only moves the weights, as any token does.
-    recurrent   P(x_2..x_n | e, b): a state, s_0 = e, reads x_1, x_2, ... by the same matrices (recurrence.py). Factors
-                read E* (s_{t-1} + A_a B_a s_{t-1}) for x_t. The weights are softmax(W_h e + W_b E[b]). Position 1 has
-                no factors: its distribution is the target's own.
+    recurrent   P(x_2..x_n | e, b): a state, s_0 = e, reads x_1, x_2, ... by the same
+                matrices (recurrence.py). Factors read E* (s_{t-1} + A_a B_a s_{t-1})
+                for x_t. The weights are softmax(W_h e + W_b E[b]). Position 1 has no
+                factors: its distribution is the target's own.
     """
 
     def __init__(
@@ -53,19 +67,24 @@ class CPHead(nn.Module):
         dropout: float = 0.0,
         layers: tuple[int, ...] = (),
     ) -> None:
-        """Initialise near E*, with noise: equal experts would get equal gradients and stay equal.
+        """Initialise near E*, with noise: equal experts would get equal gradients and
+        stay equal.
 
         Args:
             hidden_size: d.
             positions: n >= 2, the positions of the joint; n - 1 of them are drafted.
             rank: r >= 1; the single expert of rank 1 starts without noise.
-            vocab_size: V, needed by the full form, whose classifiers are zero until init_classifiers.
+            vocab_size: V, needed by the full form, whose classifiers are zero until
+                init_classifiers.
             factorised: which form.
             dtype: of the parameters.
-            seed: of the noise; None leaves all parameters zero, for those who load them.
+            seed: of the noise; None leaves all parameters zero, for those who load
+                them.
             condition: what the head reads beside e; W_b starts at zero.
-            inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None: 2 d).
-            layers: whose states it reads, too: wherever hidden is an argument, they follow e, [rows, (1 + layers) d].
+            inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None:
+                2 d).
+            layers: whose states it reads, too: wherever hidden is an argument, they
+                follow e, [rows, (1 + layers) d].
         """
         super().__init__()
         self.positions = positions
@@ -86,14 +105,24 @@ class CPHead(nn.Module):
         if condition == "recurrent":
             self.token_gate = zeros(rank, hidden_size)
             inner_size = inner_size or 2 * hidden_size
-            self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout, len(layers))
+            self.recurrence = Recurrence(
+                hidden_size,
+                inner_size,
+                rank,
+                expert_rank,
+                dtype,
+                seed,
+                dropout,
+                len(layers),
+            )
         elif factorised:
             self.transforms = zeros(positions, rank, hidden_size, hidden_size)
         else:
             assert vocab_size is not None
             self.classifiers = zeros(positions, rank, vocab_size, hidden_size)
         if seed is not None:
-            # Not zeros: with equal weights the balance loss would assign every token to expert 0.
+            # Not zeros: with equal weights the balance loss would assign every token to
+            # expert 0.
             self._fill_with_noise(self.gate, seed)
             if self.transforms is not None:
                 noise = self._fill_with_noise(self.transforms, seed + 1)
@@ -101,23 +130,38 @@ class CPHead(nn.Module):
 
     @property
     def factors(self) -> int:
-        """Positions that the experts predict: all of them, or those after the token that is read."""
+        """Positions that the experts predict: all of them, or those after the token
+        that is read.
+        """
         return self.positions - self.lead
 
     def init_classifiers(self, unembedding: torch.Tensor, seed: int = 0) -> None:
         """Start every classifier of the full form at E* [V, d] plus noise."""
-        assert self.classifiers is not None and unembedding.shape == self.classifiers.shape[2:]
+        assert (
+            self.classifiers is not None
+            and unembedding.shape == self.classifiers.shape[2:]
+        )
         start = unembedding.detach().to(self.classifiers.device)
-        self._fill_with_noise(self.classifiers, seed + 1).mul_(start.norm(dim=-1, keepdim=True)).add_(start)
+        self._fill_with_noise(self.classifiers, seed + 1).mul_(
+            start.norm(dim=-1, keepdim=True)
+        ).add_(start)
 
     def _fill_with_noise(self, parameter: nn.Parameter, seed: int) -> torch.Tensor:
-        """Rows of expected norm NOISE (0 for rank 1), in place: a parameter may be too large for a second copy."""
+        """Rows of expected norm NOISE (0 for rank 1), in place: a parameter may be too
+        large for a second copy.
+        """
         std = NOISE * parameter.shape[-1] ** -0.5 if self.rank > 1 else 0.0
-        return parameter.detach().normal_(std=std, generator=torch.Generator(parameter.device).manual_seed(seed))
+        return parameter.detach().normal_(
+            std=std, generator=torch.Generator(parameter.device).manual_seed(seed)
+        )
 
     def read(self, states: TargetStates) -> torch.Tensor:
-        """What the head reads of the target, [rows, (1 + layers) d]: the final states, and those after its layers."""
-        return torch.cat([states.final, *(states.layers[layer] for layer in self.layers)], dim=-1)
+        """What the head reads of the target, [rows, (1 + layers) d]: the final states,
+        and those after its layers.
+        """
+        return torch.cat(
+            [states.final, *(states.layers[layer] for layer in self.layers)], dim=-1
+        )
 
     def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor | None:
         """The target's embeddings of tokens [rows, positions], if the head reads any."""
@@ -126,18 +170,25 @@ class CPHead(nn.Module):
     def log_weights(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        context: torch.Tensor | None = None,  # [rows, 1 or more, d]: E of the sampled token and the tokens after it
+        context: torch.Tensor
+        # [rows, 1 or more, d]: E of the sampled token and the tokens after it
+        | None = None,
     ) -> torch.Tensor:
         """log w before the first factor (eq. 7): [rows, r]."""
         token = None if self.token_gate is None else self._read(context, 1)[:, 0]
-        return log_gate(hidden[:, : self.gate.shape[1]], self.gate, token, self.token_gate)
+        return log_gate(
+            hidden[:, : self.gate.shape[1]], self.gate, token, self.token_gate
+        )
 
     def states(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        context: torch.Tensor | None = None,  # [rows, tokens, d]: E of the sampled token and the tokens after it
+        context: torch.Tensor
+        # [rows, tokens, d]: E of the sampled token and the tokens after it
+        | None = None,
     ) -> torch.Tensor:
-        """T_a^(s) e, or the recurrent states of the experts, ready for the target's LM head: [rows, factors, r, d].
+        """T_a^(s) e, or the recurrent states of the experts, ready for the target's LM
+        head: [rows, factors, r, d].
 
         Args:
             hidden: e.
@@ -151,14 +202,19 @@ class CPHead(nn.Module):
             return self._project(hidden, self.transforms)
         state = self.recurrence.start(hidden)
         outputs = []
-        for embedded in self._read(context, self.factors)[:, : self.factors].unbind(dim=1):
+        for embedded in self._read(context, self.factors)[:, : self.factors].unbind(
+            dim=1
+        ):
             state = self.recurrence(state, embedded)
             outputs.append(self.recurrence.experts(state))
         return torch.stack(outputs, dim=1)
 
     def _read(self, context: torch.Tensor | None, tokens: int) -> torch.Tensor:
         if context is None or context.shape[1] < tokens:
-            raise ValueError(f"condition={self.condition!r} reads {tokens} tokens; give their embeddings")
+            raise ValueError(
+                f"condition={self.condition!r} reads {tokens} tokens; give their "
+                "embeddings"
+            )
         return context
 
     def logits(
@@ -168,7 +224,8 @@ class CPHead(nn.Module):
         bias: torch.Tensor | None = None,  # [V]
         context: torch.Tensor | None = None,  # as for states
     ) -> torch.Tensor:
-        """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors, r, V].
+        """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors,
+        r, V].
 
         Raises:
             ValueError: as states.
@@ -177,13 +234,17 @@ class CPHead(nn.Module):
             logits = self._project(hidden, self.classifiers)
             return logits if bias is None else logits + bias
         assert unembedding is not None
-        return functional.linear(self.states(hidden, context).to(unembedding.dtype), unembedding, bias)
+        return functional.linear(
+            self.states(hidden, context).to(unembedding.dtype), unembedding, bias
+        )
 
     @staticmethod
     def _project(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """All matrices [..., out, d] over hidden [rows, d] in one product: [rows, ..., out]."""
         shape = weights.shape[:-1]
-        return functional.linear(hidden.to(weights.dtype), weights.flatten(0, -2)).unflatten(-1, shape)
+        return functional.linear(
+            hidden.to(weights.dtype), weights.flatten(0, -2)
+        ).unflatten(-1, shape)
 
     def log_factors(
         self,
@@ -192,8 +253,12 @@ class CPHead(nn.Module):
         bias: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """log P_a^(s)(x) = log_softmax(W_a^(s) e) (eq. 6; arguments as logits): [rows, factors, r, V]."""
-        return torch.log_softmax(at_least_float32(self.logits(hidden, unembedding, bias, context)), dim=-1)
+        """log P_a^(s)(x) = log_softmax(W_a^(s) e) (eq. 6; arguments as logits): [rows,
+        factors, r, V].
+        """
+        return torch.log_softmax(
+            at_least_float32(self.logits(hidden, unembedding, bias, context)), dim=-1
+        )
 
     def log_probs(
         self,
@@ -206,14 +271,16 @@ class CPHead(nn.Module):
     ) -> torch.Tensor:
         """log P_a^(s) of k tokens per position: [rows, factors, r, k].
 
-        The logits of all rows never exist at once: the forward pass keeps what the backward needs (factorised), or the
-        backward computes each chunk's again (full).
+        The logits of all rows never exist at once: the forward pass keeps what the
+        backward needs (factorised), or the backward computes each chunk's again (full).
         """
         index = tokens[:, :, None].expand(-1, -1, self.rank, -1)
         if self.factorised:
             assert unembedding is not None
             states = self.states(hidden, context)
-            return token_log_probs(states.flatten(0, 2), index.flatten(0, 2), unembedding, bias).view(index.shape)
+            return token_log_probs(
+                states.flatten(0, 2), index.flatten(0, 2), unembedding, bias
+            ).view(index.shape)
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             return self.log_factors(hidden, None, bias).gather(-1, index)
@@ -221,39 +288,64 @@ class CPHead(nn.Module):
         chunks = zip(hidden.split(chunk), index.split(chunk), strict=True)
         if torch.is_grad_enabled():
             return torch.cat(
-                [checkpoint(of_chunk, *rows, use_reentrant=False, preserve_rng_state=False) for rows in chunks]
+                [
+                    checkpoint(
+                        of_chunk, *rows, use_reentrant=False, preserve_rng_state=False
+                    )
+                    for rows in chunks
+                ]
             )
         return torch.cat([of_chunk(*rows) for rows in chunks])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
-        return {f"cp.{name}": parameter.detach() for name, parameter in self.named_parameters()}
+        return {
+            f"cp.{name}": parameter.detach()
+            for name, parameter in self.named_parameters()
+        }
 
     @classmethod
     def from_tensors(cls, config: CPConfig, tensors: dict[str, torch.Tensor]) -> CPHead:
         """Build from a checkpoint's tensors (already checked by heads.io), in their dtype."""
         with torch.device("meta"):
             head = cls(
-                config.target.hidden_size, config.positions, config.rank, config.target.vocab_size, config.factorised,
-                tensors["cp.gate"].dtype, None, config.condition, config.inner_size, config.expert_rank,
+                config.target.hidden_size,
+                config.positions,
+                config.rank,
+                config.target.vocab_size,
+                config.factorised,
+                tensors["cp.gate"].dtype,
+                None,
+                config.condition,
+                config.inner_size,
+                config.expert_rank,
                 layers=config.layers,
-            )  # fmt: skip
-        head.load_state_dict({name: tensors[f"cp.{name}"] for name in head.state_dict()}, assign=True)
+            )
+        head.load_state_dict(
+            {name: tensors[f"cp.{name}"] for name in head.state_dict()}, assign=True
+        )
         return head
 
 
 def mixtures(
-    logits: torch.Tensor,  # [rows, factors, r, vocabulary], for all positions or all but the first
+    # [rows, factors, r, vocabulary], for all positions or all but the first
+    logits: torch.Tensor,
     log_weights: torch.Tensor,  # [rows, r] before the first position
-    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
+    # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
+    tokens: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
-    for position, raw in enumerate(logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]):
+    for position, raw in enumerate(
+        logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]
+    ):
         factors = raw.float().log_softmax(-1)
         if position:
             yield mixture(log_weights, factors)
-        outside, token = tokens[:, position] < 0, tokens[:, position].clamp(min=0)
-        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+        outside = tokens[:, position] < 0
+        token = tokens[:, position].clamp(min=0)
+        seen = factors.gather(
+            -1, token[:, None, None].expand(-1, factors.shape[1], 1)
+        ).squeeze(-1)
         log_weights = posterior(log_weights, seen.masked_fill(outside[:, None], 0.0))
 
 
@@ -277,16 +369,20 @@ def draft_in_sequence(
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain returns them.
+    """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain
+    returns them.
 
     Args:
-        read: the logits [rows, r, vocab] of draft 0, 1, ..., from the draft before it [rows] (None for the first).
+        read: the logits [rows, r, vocab] of draft 0, 1, ..., from the draft before it
+            [rows] (None for the first).
         log_weights, drafts, sampling, token_ids: as of draft_chain.
     """
     tokens: list[torch.Tensor] = []
     for position in range(drafts):
         logits = read(position, tokens[-1] if tokens else None)
         here = None if sampling is None else sampling.ahead(position)
-        token, log_weights = chosen(draft_chain, logits)(log_weights, logits[:, None], None, here, token_ids)
+        token, log_weights = chosen(draft_chain, logits)(
+            log_weights, logits[:, None], None, here, token_ids
+        )
         tokens.append(token[:, 0])
     return torch.stack(tokens, dim=1)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check of users' files that needs no tokenizer, so that bad data is refused before a model loads."""
+"""A check of users' files that needs no tokenizer, so that bad data is refused before a
+model loads.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
 
     Args:
         paths: files, and folders of them.
-        prompts: how many prompts are needed, one from each record that asks for an answer.
+        prompts: how many prompts are needed, one from each record that asks for an
+            answer.
 
     Raises:
-        TrainingError: if a file is missing or malformed, if there is no text, or if there are fewer
-            prompts. The message names the file.
+        TrainingError: if a file is missing or malformed, if there is no text, or if
+            there are fewer prompts. The message names the file.
     """
     if not paths:
         return
@@ -33,7 +36,9 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
     is_certain = True  # all records are read, and all of them ask
     reason = ""
     for file in files:
-        most = LOOKED_AT if is_records(file) else 1  # only the first piece of plain text
+        most = (
+            LOOKED_AT if is_records(file) else 1
+        )  # only the first piece of plain text
         looked_at = list(itertools.islice(records(file), most))
         is_certain &= len(looked_at) < most
         for where, record in looked_at:
@@ -42,10 +47,15 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
                 readable += 1
             except Skipped as skipped:
                 reason = reason or f" ({where}: {skipped})"
-    first = place(files[0]) if len(files) == 1 else f"{place(files[0])} and {len(files) - 1} more"
+    first = (
+        place(files[0])
+        if len(files) == 1
+        else f"{place(files[0])} and {len(files) - 1} more"
+    )
     if not readable:
         raise TrainingError(f"no text in {first}{reason}; {FORMS} with text")
     if is_certain and readable < prompts:
         raise TrainingError(
-            f"{prompts} prompts are needed, but {first} have {readable}; give more data, or smaller --prompts"
+            f"{prompts} prompts are needed, but {first} have {readable}; give more "
+            "data, or smaller --prompts"
         )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents of the files that a user names, as text or as the token IDs that vLLM's server makes."""
+"""The documents of the files that a user names, as text or as the token IDs that vLLM's
+server makes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.files import expand, records
-from vllm_ppd.heads.data.records import Answer, Chat, Document, Skipped, parse_record, readable
+from vllm_ppd.heads.data.records import (
+    Answer,
+    Chat,
+    Document,
+    Skipped,
+    parse_record,
+    readable,
+)
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
@@ -27,15 +36,18 @@ MARK = "\ue000"  # a character that no template writes itself
 
 
 class Documents:
-    """A stream over files that can be read again; records that cannot be used are counted and reported.
+    """A stream over files that can be read again; records that cannot be used are
+    counted and reported.
 
     Args:
         data: files, and folders of them.
-        tokenizer: returns the target's tokenizer; called when a text or a chat needs it.
+        tokenizer: returns the target's tokenizer; called when a text or a chat needs
+            it.
         report: say on stderr how many records are skipped, and why.
         system: system prompt of chats that have none.
-        by_answer: give a chat whose template rewrites earlier turns as a document for each answer,
-            and leave out records and answers of which nothing is known that the model writes.
+        by_answer: give a chat whose template rewrites earlier turns as a document for
+            each answer, and leave out records and answers of which nothing is known
+            that the model writes.
 
     Raises:
         TrainingError: if a path holds no text files.
@@ -99,7 +111,8 @@ class Documents:
         return False
 
     def tokens(self, prompts: bool = False) -> Iterator[Document]:
-        """The documents with their token IDs and a mask of the tokens that the model is to write.
+        """The documents with their token IDs and a mask of the tokens that the model is
+        to write.
 
         Args:
             prompts: also tokenise the records' prompts.
@@ -107,13 +120,22 @@ class Documents:
         stream = iter(self)
         while batch := list(itertools.islice(stream, BATCH)):
             for is_chat in (False, True):
-                texts = {i: d for i, d in enumerate(batch) if d.ids is None and d.is_chat == is_chat}
+                texts = {
+                    i: d
+                    for i, d in enumerate(batch)
+                    if d.ids is None and d.is_chat == is_chat
+                }
                 if texts:
                     tokenised = self._tokenised(list(texts.values()), is_chat, prompts)
-                    batch = [tokenised.pop(0) if i in texts else d for i, d in enumerate(batch)]
+                    batch = [
+                        tokenised.pop(0) if i in texts else d
+                        for i, d in enumerate(batch)
+                    ]
             yield from batch
 
-    def _tokenised(self, documents: list[Document], are_chats: bool, prompts: bool) -> list[Document]:
+    def _tokenised(
+        self, documents: list[Document], are_chats: bool, prompts: bool
+    ) -> list[Document]:
         """Texts, or chats, with their token IDs."""
         settings = {"add_special_tokens": not are_chats, "verbose": False}
         is_fast = bool(getattr(self.tokenizer, "is_fast", False))
@@ -122,7 +144,9 @@ class Documents:
         encoded = self.tokenizer(texts, **settings, return_offsets_mapping=offsets)
         made = []
         for row, document in enumerate(documents):
-            ids, mask, asked = list(encoded["input_ids"][row]), None, None
+            ids = list(encoded["input_ids"][row])
+            mask = None
+            asked = None
             if prompts and document.prompt:
                 asked = self.tokenizer(document.prompt, **settings)["input_ids"]
             if document.responses and not is_fast:
@@ -134,8 +158,11 @@ class Documents:
             made.append(replace(document, ids=ids, mask=mask, prompt_ids=asked))
         return made
 
-    def _by_piece(self, document: Document, ids: list[int], settings: dict[str, Any]) -> tuple[list[int], list[bool]]:
-        """Token IDs and mask from a tokenizer that does not say where its tokens are in the text.
+    def _by_piece(
+        self, document: Document, ids: list[int], settings: dict[str, Any]
+    ) -> tuple[list[int], list[bool]]:
+        """Token IDs and mask from a tokenizer that does not say where its tokens are in
+        the text.
 
         Args:
             document: with the spans of its responses.
@@ -143,17 +170,23 @@ class Documents:
             settings: of the tokenizer's calls.
 
         Returns:
-            The IDs of the whole text if tokens end where its responses begin and end; else those of
-            its pieces.
+            The IDs of the whole text if tokens end where its responses begin and end;
+            else those of its pieces.
         """
         text = document.text
         edges = list(itertools.chain.from_iterable(document.responses or ()))
-        before = [list(self.tokenizer(text[:edge], **settings)["input_ids"]) for edge in edges]
+        before = [
+            list(self.tokenizer(text[:edge], **settings)["input_ids"]) for edge in edges
+        ]
         if all(ids[: len(some)] == some for some in before):
             counts = [0, *map(len, before), len(ids)]
         else:
             pieces = [
-                list(self.tokenizer(text[start:end], add_special_tokens=False)["input_ids"])
+                list(
+                    self.tokenizer(text[start:end], add_special_tokens=False)[
+                        "input_ids"
+                    ]
+                )
                 for start, end in itertools.pairwise([0, *edges, len(text)])
             ]
             if not document.is_chat:
@@ -180,20 +213,29 @@ class Documents:
         """Say on stderr how many records were skipped and why, if any was."""
         if self.skipped:
             records = self.count + self.skipped.total()
-            tqdm.write(f"vllm-ppd: {self.skips()}, of {records} records", file=sys.stderr)
+            tqdm.write(
+                f"vllm-ppd: {self.skips()}, of {records} records", file=sys.stderr
+            )
 
     def skips(self) -> str:
         """How many records were skipped and why, in one line; empty if none was."""
         if not self.skipped:
             return ""
-        reasons = [f"{number} {reason}" for reason, number in self.skipped.most_common(3)]
+        reasons = [
+            f"{number} {reason}" for reason, number in self.skipped.most_common(3)
+        ]
         if len(self.skipped) > 3:
             reasons.append("and others")
-        return shortened(f"skipped {self.skipped.total()}: {', '.join(reasons)}", LONGEST_SUMMARY)
+        return shortened(
+            f"skipped {self.skipped.total()}: {', '.join(reasons)}", LONGEST_SUMMARY
+        )
 
 
-def _mask(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """Which tokens begin within spans of the text; a token without text counts as the one before it.
+def _mask(
+    spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Which tokens begin within spans of the text; a token without text counts as the
+    one before it.
 
     Args:
         spans: of characters.
@@ -208,7 +250,9 @@ def _mask(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) 
     return mask
 
 
-def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) -> Document:
+def render(
+    chat: Chat, where: str, tokenizer: Any, system: str | None = None
+) -> Document:
     """The document of a chat, rendered by the model's chat template.
 
     Args:
@@ -222,14 +266,19 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
         TrainingError: if the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TrainingError(f"{where} is a chat, but this model's tokenizer has no chat template; give 'text' instead")
+        raise TrainingError(
+            f"{where} is a chat, but this model's tokenizer has no chat template; "
+            "give 'text' instead"
+        )
     messages = chat.messages
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
 
     def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
         return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools)
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools
+            )
         )
 
     try:
@@ -238,7 +287,9 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
         reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
         raise Skipped(f"the chat template rejects it ({reason})") from None
     roles = [message["role"] for message in messages]
-    last = max((i for i, role in enumerate(roles, start=1) if role == "user"), default=0)
+    last = max(
+        (i for i, role in enumerate(roles, start=1) if role == "user"), default=0
+    )
     try:
         prompt = rendered(messages[:last], asked=True) if last else None
     except Exception:  # it may reject a chat that goes on
@@ -251,16 +302,26 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
                 answers.append(_answer(messages[: index + 1], rendered))
             except Skipped as skipped:
                 lost.append(str(skipped))
-    made = Document(readable(text), is_chat=True, prompt=prompt, lost=tuple(lost), category=chat.category)
-    # A template may change a message when the chat goes on, such as dropping its reasoning.
+    made = Document(
+        readable(text),
+        is_chat=True,
+        prompt=prompt,
+        lost=tuple(lost),
+        category=chat.category,
+    )
+    # A template may change a message when the chat goes on, such as dropping its
+    # reasoning.
     if all(text.startswith(before + response) for before, response in answers):
-        spans = tuple((len(before), len(before) + len(response)) for before, response in answers)
+        spans = tuple(
+            (len(before), len(before) + len(response)) for before, response in answers
+        )
         return replace(made, responses=spans)
     return replace(made, responses=(), answers=tuple(answers))
 
 
 def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Answer:
-    """The last message as the model writes it: from the end of the prompt that the server would read.
+    """The last message as the model writes it: from the end of the prompt that the
+    server would read.
 
     Raises:
         Skipped: if the template does not tell.
@@ -274,16 +335,22 @@ def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Ans
         chat = rendered(others)
         marked = rendered([*others, {**message, "content": MARK}])
     except Exception:  # it may reject a chat that goes on
-        raise Skipped("an answer in a chat that the chat template rejects before it goes on") from None
-    # A template may begin the answer, as with <think>, and write answers that are given without
-    # their reasoning. Then the message itself is what the model goes on with.
+        raise Skipped(
+            "an answer in a chat that the chat template rejects before it goes on"
+        ) from None
+    # A template may begin the answer, as with <think>, and write answers that are given
+    # without their reasoning. Then the message itself is what the model goes on with.
     header = prompt.removeprefix(chat)
     content = message["content"].strip()
     stem = header.rstrip()
-    begun = next((stem[at:] for at in range(len(stem)) if content.startswith(stem[at:])), "")
+    begun = next(
+        (stem[at:] for at in range(len(stem)) if content.startswith(stem[at:])), ""
+    )
     closing = marked.rpartition(MARK)[2].rstrip()
     opening = chat + stem.removesuffix(begun)
     if begun and text.startswith(opening) and text.endswith(closing):
         response = content.removeprefix(begun).removeprefix(header[len(stem) :])
         return Answer(prompt, response + closing)
-    raise Skipped("an answer that the chat template does not render as the model writes it")
+    raise Skipped(
+        "an answer that the chat template does not render as the model writes it"
+    )

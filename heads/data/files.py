@@ -18,7 +18,8 @@ FORMS = "give .jsonl, .json or text files"
 
 
 def expand(paths: Sequence[str | Path]) -> list[Path]:
-    """The files behind paths, in order. A folder stands for every file in it that is not hidden.
+    """The files behind paths, in order. A folder stands for every file in it that is
+    not hidden.
 
     Raises:
         TrainingError: if a path does not exist, or a folder is empty.
@@ -29,13 +30,17 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
             inside = [file for file in inside if not _is_hidden(file.relative_to(path))]
             if not inside:
-                raise TrainingError(f"data folder {place(path)!r} holds no files; {FORMS}")
+                raise TrainingError(
+                    f"data folder {place(path)!r} holds no files; {FORMS}"
+                )
             files += inside
         elif path.is_file():
             files.append(path)
         else:
             problem = "is not a regular file" if path.exists() else "does not exist"
-            raise TrainingError(f"data file {place(path)!r} {problem}; {FORMS}, or folders of them")
+            raise TrainingError(
+                f"data file {place(path)!r} {problem}; {FORMS}, or folders of them"
+            )
     return files
 
 
@@ -49,10 +54,12 @@ def is_records(file: Path) -> bool:
 
 
 def records(file: Path) -> Iterator[tuple[str, Any]]:
-    """(file and line, JSON value) of each record; of plain text (file, {"text": piece}).
+    """(file and line, JSON value) of each record; of plain text (file, {"text":
+    piece}).
 
     Raises:
-        TrainingError: on what is not JSON or not UTF-8; the message names file and line.
+        TrainingError: on what is not JSON or not UTF-8; the message names file and
+            line.
     """
     if file.suffix in LINES_SUFFIXES:
         yield from _lines(file)
@@ -85,11 +92,14 @@ def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig") as handle:
         try:
             while piece := handle.read(PIECE):
-                piece += handle.readline(PIECE)  # up to the end of the line, if it is not too long
+                piece += handle.readline(
+                    PIECE
+                )  # up to the end of the line, if it is not too long
                 yield place(file), {"text": piece}
         except UnicodeDecodeError:
             raise TrainingError(
-                f"{place(file)} is not UTF-8 text; convert the file, unpack it, or leave it out"
+                f"{place(file)} is not UTF-8 text; convert the file, unpack it, or "
+                "leave it out"
             ) from None
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of documents: a record's own prompt, or pieces of its text, tokenised as by vLLM's server."""
+"""Prompts of documents: a record's own prompt, or pieces of its text, tokenised as by
+vLLM's server.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def document_prompts(
         if document.prompt_ids is not None:
             yield DocumentPrompts([document.prompt_ids], True, document.category)
         else:
-            pieces = documents.special.pieces(document.ids or [], length, stride, shorter)
+            pieces = documents.special.pieces(
+                document.ids or [], length, stride, shorter
+            )
             yield DocumentPrompts(pieces, False, document.category)
 
 
@@ -51,8 +55,8 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
     """
     if len(ids) and max(ids) >= vocab_size:
         raise TrainingError(
-            f"the data has token id {max(ids)}, but the model has {vocab_size} tokens; give data for the model's own "
-            "tokenizer"
+            f"the data has token id {max(ids)}, but the model has {vocab_size} "
+            "tokens; give data for the model's own tokenizer"
         )
 
 
@@ -64,6 +68,8 @@ def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
 
 
 def from_the_middle(pieces: list[T]) -> list[T]:
-    """Pieces of a document, the middle one first, since the beginnings of documents resemble each other."""
+    """Pieces of a document, the middle one first, since the beginnings of documents
+    resemble each other.
+    """
     middle = len(pieces) // 2
     return pieces[middle:] + pieces[:middle]

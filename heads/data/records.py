@@ -16,7 +16,9 @@ NEEDED = "'messages' (a chat), 'prompt' with or without 'response', 'text', or '
 
 
 class Skipped(Exception):
-    """A record that is skipped and counted; the message is the reason, by which records are grouped."""
+    """A record that is skipped and counted; the message is the reason, by which records
+    are grouped.
+    """
 
 
 class Answer(NamedTuple):
@@ -31,12 +33,22 @@ class Document:
     """A text, or its token IDs where the record has them."""
 
     text: str = ""
-    is_chat: bool = False  # rendered by the chat template, which writes special tokens itself
+    is_chat: bool = (
+        False  # rendered by the chat template, which writes special tokens itself
+    )
     prompt: str | None = None  # a chat up to its last user turn, or the record's prompt
-    responses: tuple[tuple[int, int], ...] | None = None  # spans of text that the model writes
-    answers: tuple[Answer, ...] = ()  # of a chat whose text differs from what the model writes
-    lost: tuple[str, ...] = ()  # for each response that neither of these has, the reason
-    continues: bool = False  # whether it is another answer of the chat of the document before it
+    responses: tuple[tuple[int, int], ...] | None = (
+        None  # spans of text that the model writes
+    )
+    answers: tuple[
+        Answer, ...
+    ] = ()  # of a chat whose text differs from what the model writes
+    lost: tuple[
+        str, ...
+    ] = ()  # for each response that neither of these has, the reason
+    continues: bool = (
+        False  # whether it is another answer of the chat of the document before it
+    )
     ids: list[int] | None = None
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
     mask: list[bool] | None = None  # which of `ids` the model writes
@@ -61,17 +73,23 @@ class Document:
     def ends_with_response(self) -> bool:
         """Whether nothing but white space follows the last response."""
         if self.responses is not None:
-            return bool(self.responses) and self.responses[-1][1] >= len(self.text.rstrip())
+            return bool(self.responses) and self.responses[-1][1] >= len(
+                self.text.rstrip()
+            )
         return self.mask is None or self.mask[-1]
 
     @property
     def asked(self) -> str | Sequence[int]:
-        """What its first response answers, or all of it: equal for all answers to the same prompt."""
+        """What its first response answers, or all of it: equal for all answers to the
+        same prompt.
+        """
         if self.answers:
             return self.answers[0].prompt
         if self.responses:
             return self.text[: self.responses[0][0]] or self.text
-        if self.prompt_ids is not None and len(self.prompt_ids) > 1:  # a single one begins any text
+        if (
+            self.prompt_ids is not None and len(self.prompt_ids) > 1
+        ):  # a single one begins any text
             return self.prompt_ids
         return self.text or self.ids or ()
 
@@ -81,7 +99,9 @@ class Document:
         for prompt, response in self.answers:
             text = prompt + response
             one = replace(self, text=text, responses=((len(prompt), len(text)),))
-            documents.append(replace(one, answers=(), lost=(), continues=bool(documents)))
+            documents.append(
+                replace(one, answers=(), lost=(), continues=bool(documents))
+            )
         return documents or [self]
 
 
@@ -100,7 +120,8 @@ class Chat:
 
 
 def parse_record(record: Any, where: str) -> Document | Chat:
-    """Parse a record by its first column among `prompt_token_ids`, `messages`, `prompt` and `text`.
+    """Parse a record by its first column among `prompt_token_ids`, `messages`, `prompt`
+    and `text`.
 
     Args:
         record: a JSON value.
@@ -117,7 +138,10 @@ def parse_record(record: Any, where: str) -> Document | Chat:
     if parsed is None and COLUMNS & record.keys():
         raise Skipped("the text is null")
     if parsed is None:
-        names = shortened(", ".join(map(repr, sorted(record))), LONGEST_VALUE) or "no columns"
+        names = (
+            shortened(", ".join(map(repr, sorted(record))), LONGEST_VALUE)
+            or "no columns"
+        )
         raise TrainingError(f"{where} has {names}; each record needs {NEEDED}")
     return replace(parsed, category=str(columns.get("category", "")))
 
@@ -126,7 +150,9 @@ def _parse(columns: dict[str, Any], where: str) -> Document | Chat | None:
     if "prompt_token_ids" in columns:
         return _tokens(columns, where)
     if "messages" in columns:
-        return Chat(_messages(columns["messages"], "messages", where), columns.get("tools"))
+        return Chat(
+            _messages(columns["messages"], "messages", where), columns.get("tools")
+        )
     if "prompt" in columns:
         return _prompt(columns, where)
     if "text" in columns:
@@ -137,7 +163,9 @@ def _parse(columns: dict[str, Any], where: str) -> Document | Chat | None:
 def _string(columns: dict[str, Any], name: str, where: str) -> str:
     value = columns[name]
     if not isinstance(value, str):
-        raise TrainingError(f"{where}: '{name}' is of type {type(value).__name__}; it must be a string")
+        raise TrainingError(
+            f"{where}: '{name}' is of type {type(value).__name__}; it must be a string"
+        )
     return value
 
 
@@ -148,7 +176,9 @@ def readable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Skipped("a lone surrogate in the text, which is not a Unicode character") from None
+        raise Skipped(
+            "a lone surrogate in the text, which is not a Unicode character"
+        ) from None
     return text
 
 
@@ -156,7 +186,9 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     """A prompt as token IDs, and the response to it as `ppd data` writes it, or vLLM returns it."""
     for name in ("prompt_token_ids", "token_ids"):
         ids = columns.get(name, [])
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
+        if not isinstance(ids, list) or not all(
+            type(i) is int and 0 <= i < MOST_IDS for i in ids
+        ):
             raise TrainingError(f"{where}: no list of token ids under '{name}'")
     prompt = columns["prompt_token_ids"]
     if not prompt:
@@ -164,7 +196,9 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     response = columns.get("token_ids", [])
     mask = [False] * len(prompt) + [True] * len(response)
     cut_off = columns.get("finish_reason") == "length"
-    return Document(ids=prompt + response, prompt_ids=prompt, mask=mask, cut_off=cut_off)
+    return Document(
+        ids=prompt + response, prompt_ids=prompt, mask=mask, cut_off=cut_off
+    )
 
 
 def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
@@ -186,7 +220,10 @@ def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
     if messages == []:
         raise Skipped("a chat without messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise TrainingError(f"{where}: '{column}' must be a list of objects with 'role' and 'content' strings")
+        raise TrainingError(
+            f"{where}: '{column}' must be a list of objects with 'role' and 'content' "
+            "strings"
+        )
     # Templates add strings: a call of tools has no content.
     return [message | {"content": message.get("content") or ""} for message in messages]
 

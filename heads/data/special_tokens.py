@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special tokens around served prompts, and prompts cut from documents with the same tokens.
+"""The special tokens around served prompts, and prompts cut from documents with the
+same tokens.
 
-vLLM tokenises a completion's prompt with special tokens (for many models a BOS token), and a chat without, since its
-template has written them already.
+vLLM tokenises a completion's prompt with special tokens (for many models a BOS token),
+and a chat without, since its template has written them already.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ PROBE = "a"
 def control_tokens(tokenizer: Any) -> set[int]:
     """Ids of the tokens that no text has, such as those by which a chat template ends a turn."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+    return {
+        *tokenizer.all_special_ids,
+        *(token_id for token_id, token in added.items() if token.special),
+    }
 
 
 class SpecialTokens(NamedTuple):
@@ -39,8 +43,11 @@ class SpecialTokens(NamedTuple):
         before, after = self._around(ids)
         return ids[len(before) : len(ids) - len(after)]
 
-    def pieces(self, ids: list[int], length: int, stride: int = 1, shorter: bool = False) -> list[list[int]]:
-        """Prompts from a document, each with the special tokens around it that the document has.
+    def pieces(
+        self, ids: list[int], length: int, stride: int = 1, shorter: bool = False
+    ) -> list[list[int]]:
+        """Prompts from a document, each with the special tokens around it that the
+        document has.
 
         Args:
             ids: the document.
@@ -60,5 +67,9 @@ class SpecialTokens(NamedTuple):
     def _around(self, ids: list[int]) -> SpecialTokens:
         before = self.before if tuple(ids[: len(self.before)]) == self.before else ()
         rest = ids[len(before) :]
-        after = self.after if self.after and tuple(rest[-len(self.after) :]) == self.after else ()
+        after = (
+            self.after
+            if self.after and tuple(rest[-len(self.after) :]) == self.after
+            else ()
+        )
         return SpecialTokens(before, after)

@@ -30,9 +30,10 @@ def drafted(
 ) -> dict[tuple[float, int], Drafted]:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
-    Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the text. Sampled
-    texts: n-grams are drawn from the joint, and a token of the text was accepted with probability
-    min(1, q/p), which is a little more than draws that share their noise with the target.
+    Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the
+    text. Sampled texts: n-grams are drawn from the joint, and a token of the text was
+    accepted with probability min(1, q/p), which is a little more than draws that share
+    their noise with the target.
 
     Args:
         calibration: has the target, and the heads' configuration and tensors.
@@ -40,31 +41,44 @@ def drafted(
         eps_b: thresholds.
         token_ids: [tokens] the draft vocabulary (None: the whole).
     """
-    target, settings = calibration.target, calibration.config.sampling
+    target = calibration.target
+    settings = calibration.config.sampling
     heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
     ngrams = None if counts is None else counts.ngrams.to(target.device)
-    steps, drafts = texts.generated.shape[1], heads.tokens - 1
+    steps = texts.generated.shape[1]
+    drafts = heads.tokens - 1
     settings_of = {
-        (eps, most): settings.model_copy(update={"eps_b": eps}) for eps in eps_b for most in range(1, drafts + 1)
+        (eps, most): settings.model_copy(update={"eps_b": eps})
+        for eps in eps_b
+        for most in range(1, drafts + 1)
     }
     accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
-    limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
+    limit = {
+        key: torch.zeros(len(texts.ids), steps, dtype=torch.int64)
+        for key in settings_of
+    }
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
 
-    def log_probs(states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+    def log_probs(
+        states: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         logits = logits_at(target, states, texts.temperature)
         return (logits if ids is None else logits[:, ids]).log_softmax(-1)
 
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
-        final, *states = (texts.reading(s, windows) for s in head_states(calibration, heads, windows))
+        final, *states = (
+            texts.reading(s, windows) for s in head_states(calibration, heads, windows)
+        )
         log_p = torch.cat(
             [
                 log_probs(rows).gather(1, ids[:, None])
-                for rows, ids in zip(final.split(size), generated.flatten().split(size), strict=True)
+                for rows, ids in zip(
+                    final.split(size), generated.flatten().split(size), strict=True
+                )
             ]
         ).view_as(generated)
         tokens = ahead(generated, range(drafts + 1), fill=-2).flatten(0, 1)
@@ -90,21 +104,33 @@ def drafted(
     return {key: replay(accept[key], lengths, limit[key]) for key in settings_of}
 
 
-def head_states(calibration: Calibration, heads: DynaMoHeads, batch: Batch) -> list[torch.Tensor]:
-    """The states that the LM head reads for each head, the target's first: [tokens, hidden] each."""
+def head_states(
+    calibration: Calibration, heads: DynaMoHeads, batch: Batch
+) -> list[torch.Tensor]:
+    """The states that the LM head reads for each head, the target's first: [tokens,
+    hidden] each.
+    """
     target = calibration.target
     with calibration.autocast():
         run = target.run(batch, stem=True)
         assert run.stem is not None
         args, kwargs = run.stem
-        others = [target.norm(heads(token, args, kwargs)).flatten(0, 1) for token in range(2, heads.tokens + 1)]
+        others = [
+            target.norm(heads(token, args, kwargs)).flatten(0, 1)
+            for token in range(2, heads.tokens + 1)
+        ]
     return [run.final, *others]
 
 
-def rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None) -> Rows:
+def rows(
+    calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None
+) -> Rows:
     """What is stored of `drafted`."""
     counts = drafted(calibration, texts, calibration.options.eps, token_ids)
-    made = [Row(eps_b=eps, drafts_allowed=n, **by.stored()) for (eps, n), by in counts.items()]
+    made = [
+        Row(eps_b=eps, drafts_allowed=n, **by.stored())
+        for (eps, n), by in counts.items()
+    ]
     return Rows(rows=made)
 
 
@@ -114,7 +140,9 @@ PARTS = parts_of(rows)
 def tables(parts: DynaMoParts) -> Iterator[str]:
     """Markdown of what was measured."""
     measured = dict(parts.acceptance)
-    measured |= {f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()}
+    measured |= {
+        f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()
+    }
     yield "Verified mode: expected drafts accepted per step (rate: accepted / drafted)"
     yield table(
         ["texts", "eps_b", "most drafts", "rate", "drafted", "accepted"],

@@ -8,23 +8,31 @@ from torch import nn
 
 
 class DynaMoHeads(nn.Module):
-    """Token heads 2..n. Head i reads what the target's last decoder layer reads, and predicts the token i ahead.
+    """Token heads 2..n. Head i reads what the target's last decoder layer reads, and
+    predicts the token i ahead.
 
-    A head is a decoder layer of the target's own class; the target's final norm and LM head follow it, shared by all
-    heads ("the output embeddings reuse the weights of the first head"). Head 1 is the target's own last layer.
+    A head is a decoder layer of the target's own class; the target's final norm and LM
+    head follow it, shared by all heads ("the output embeddings reuse the weights of the
+    first head"). Head 1 is the target's own last layer.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(token): layer for token, layer in enumerate(layers, start=2)})
+        self.layers = nn.ModuleDict(
+            {str(token): layer for token, layer in enumerate(layers, start=2)}
+        )
 
     @property
     def tokens(self) -> int:
         """n: tokens of the joint, head 1 included."""
         return len(self.layers) + 1
 
-    def forward(self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Head `token`, called as the target's last layer was: its hidden states before the final norm."""
+    def forward(
+        self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Head `token`, called as the target's last layer was: its hidden states before
+        the final norm.
+        """
         output = self.layers[str(token)](*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
@@ -38,10 +46,19 @@ class DynaMoHeads(nn.Module):
 
     def layer_shapes(self) -> dict[str, list[int]]:
         """Names and shapes of one head's tensors."""
-        return {name: list(tensor.shape) for name, tensor in self.layers["2"].state_dict().items()}
+        return {
+            name: list(tensor.shape)
+            for name, tensor in self.layers["2"].state_dict().items()
+        }
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load the weights of a checkpoint's tensors."""
         for token, layer in self.layers.items():
             prefix = f"head.{token}."
-            layer.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+            layer.load_state_dict(
+                {
+                    k.removeprefix(prefix): v
+                    for k, v in tensors.items()
+                    if k.startswith(prefix)
+                }
+            )

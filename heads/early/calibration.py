@@ -24,8 +24,12 @@ class Exits(NamedTuple):
     """What exits with heads read at every generated token."""
 
     layers: tuple[int, ...]
-    ranks: torch.Tensor  # [layers, texts, steps] tokens that are likelier than the text's
-    accept: torch.Tensor  # [layers, texts, steps] P(a draft of the text's token is accepted)
+    ranks: (
+        torch.Tensor
+    )  # [layers, texts, steps] tokens that are likelier than the text's
+    accept: (
+        torch.Tensor
+    )  # [layers, texts, steps] P(a draft of the text's token is accepted)
     lengths: torch.Tensor  # [texts]
 
     def match_rate(self, layer: int, k: int) -> float:
@@ -43,12 +47,14 @@ class Exits(NamedTuple):
 @torch.no_grad()
 def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     """Read every exit that has a head at every generated token."""
-    target, temperature = calibration.target, texts.temperature
+    target = calibration.target
+    temperature = texts.temperature
     heads = EarlyHeads.from_tensors(calibration.config, calibration.tensors)
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
     shape = (len(layers), *texts.generated.shape)
-    ranks, accept = torch.zeros(shape), torch.zeros(shape)
+    ranks = torch.zeros(shape)
+    accept = torch.zeros(shape)
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, layers)
@@ -76,14 +82,22 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
 
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
-    measured = {name: read_exits(calibration, texts) for name, texts in calibration.texts()}
+    measured = {
+        name: read_exits(calibration, texts) for name, texts in calibration.texts()
+    }
     greedy = measured["greedy"]
     drafts = range(1, calibration.options.drafts + 1)
     by_texts = {}
     for name, exits in measured.items():
-        by_layer = {layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts] for layer in exits.layers}
+        by_layer = {
+            layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts]
+            for layer in exits.layers
+        }
         by_texts[name] = {TRAINED: by_layer}
-    rates = {k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]} for k in KS}
+    rates = {
+        k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]}
+        for k in KS
+    }
     return Matches(layers=list(greedy.layers), match=rates, acceptance=by_texts)
 
 
@@ -99,6 +113,7 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     for name, by_form in measured.acceptance.items():
         yield f"Expected tokens per step by drafts n, {name} texts"
         lines = [
-            [layer, *(f"{counts.length:.3f}" for counts in by_drafts)] for layer, by_drafts in by_form[TRAINED].items()
+            [layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
+            for layer, by_drafts in by_form[TRAINED].items()
         ]
         yield table(["exit", *(f"n={n}" for n in range(1, len(lines[0])))], lines)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads: `config.json`, the options of their training, what calibration stores, and what drafting costs."""
+"""Early heads: `config.json`, the options of their training, what calibration stores,
+and what drafting costs.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,26 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.comma_lists import Integers
-from vllm_ppd.heads.measured import ByTexts, Counts, Number, Parts, Setting, Share, Stored, Work, on_texts
+from vllm_ppd.heads.measured import (
+    ByTexts,
+    Counts,
+    Number,
+    Parts,
+    Setting,
+    Share,
+    Stored,
+    Work,
+    on_texts,
+)
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.training.options import TrainingOptions
 
-PPD = {"learning_rate": 2e-5, "batch_size": 128, "epochs": 3.0, "warmup": 0.04}  # Table 4
+PPD = {
+    "learning_rate": 2e-5,
+    "batch_size": 128,
+    "epochs": 3.0,
+    "warmup": 0.04,
+}  # Table 4
 UNTRAINED, TRAINED = FORMS = ("N", "Y")  # PPD's "trained" column
 Layers = Annotated[list[int], Field(max_length=4096)]
 ByLayer = dict[Annotated[int, Field(ge=1, le=4096, strict=False)], list[Counts]]
@@ -27,29 +44,42 @@ class EarlyOptions(TrainingOptions):
     kind: ClassVar[str] = "early"
 
     learning_rate: float = Field(
-        5e-3, gt=0, description="peak learning rate (ParaDecode, appendix C: 5e-3; 2e-5 in PPD's recipe)"
+        5e-3,
+        gt=0,
+        description="peak learning rate (ParaDecode, appendix C: 5e-3; 2e-5 in PPD's "
+        "recipe)",
     )
-    exit_layers: Integers = Field((), description="exit layers to train (default: all of 1..L-1)")
+    exit_layers: Integers = Field(
+        (), description="exit layers to train (default: all of 1..L-1)"
+    )
     head: Literal["transform", "classifier"] = Field(
         "transform",
-        description="E* T with a d x d matrix T (ParaDecode), or a classifier per exit with hidden size x vocabulary "
-        "numbers (PPD; with --loss ce by default at its rate 2e-5, batch 128 and 3 epochs)",
+        description="E* T with a d x d matrix T (ParaDecode), or a classifier per "
+        "exit with hidden size x vocabulary numbers (PPD; with --loss ce by default "
+        "at its rate 2e-5, batch 128 and 3 epochs)",
     )
     loss: Literal["kl", "ce"] = Field(
-        "kl", description="KL to the final layer (ParaDecode), or cross-entropy of the next token (PPD, Table 4)"
+        "kl",
+        description="KL to the final layer (ParaDecode), or cross-entropy of the "
+        "next token (PPD, Table 4)",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _classifiers_as_published(cls, values: Any) -> Any:
         """Default to PPD's settings (its Table 4) for PPD's head and loss."""
-        if isinstance(values, dict) and (values.get("head"), values.get("loss")) == ("classifier", "ce"):
+        if isinstance(values, dict) and (values.get("head"), values.get("loss")) == (
+            "classifier",
+            "ce",
+        ):
             return {**PPD, **values}
         return values
 
 
 class Matches(Stored):
-    """p(layer, k) on greedy texts, by position too, and expected acceptance with 1, 2, ... drafts at each exit."""
+    """p(layer, k) on greedy texts, by position too, and expected acceptance with 1, 2,
+    ... drafts at each exit.
+    """
 
     layers: list[Annotated[int, Field(ge=1, le=4096)]] = Field(min_length=1)
     match: Rates
@@ -61,13 +91,23 @@ class Matches(Stored):
     def _fits(self, info: ValidationInfo) -> Matches:
         tables = (self.match, *self.match_by_position.values())
         if any(
-            len(rates) != len(self.layers) for by_k in tables for forms in by_k.values() for rates in forms.values()
+            len(rates) != len(self.layers)
+            for by_k in tables
+            for forms in by_k.values()
+            for rates in forms.values()
         ):
             raise ValueError("match must have a rate for each of its layers")
-        exits = [layer for forms in self.acceptance.values() for by_layer in forms.values() for layer in by_layer]
+        exits = [
+            layer
+            for forms in self.acceptance.values()
+            for by_layer in forms.values()
+            for layer in by_layer
+        ]
         deepest = max(*self.layers, *exits)
         if info.context and deepest >= info.context["num_layers"]:
-            raise ValueError(f"acceptance or layers names exit layer {deepest}, which does not exist")
+            raise ValueError(
+                f"acceptance or layers names exit layer {deepest}, which does not exist"
+            )
         return self
 
 
@@ -79,7 +119,9 @@ class EarlyParts(Parts):
 
 
 class EarlyConfig(HeadsConfig):
-    """Early heads: per exit layer a d x d matrix T (ParaDecode) or a whole classifier (PPD, rows "Y")."""
+    """Early heads: per exit layer a d x d matrix T (ParaDecode) or a whole classifier
+    (PPD, rows "Y").
+    """
 
     kind: ClassVar[str] = "early"
     architecture: ClassVar[str] = "EarlyHeads"
@@ -88,24 +130,35 @@ class EarlyConfig(HeadsConfig):
     parts: ClassVar[type[Parts]] = EarlyParts
     tensor_names: ClassVar[str] = r"exit\.\d+\.(transform|classifier)$"
 
-    exit_layers: Layers = Field(min_length=1, description="exit layers that have a head")
+    exit_layers: Layers = Field(
+        min_length=1, description="exit layers that have a head"
+    )
     default_exit_layers: Layers = Field(
-        default_factory=list, description="exit layers that draft by default (empty: the one nearest the middle)"
+        default_factory=list,
+        description="exit layers that draft by default (empty: the one nearest the "
+        "middle)",
     )
     head: Literal["transform", "classifier"] = "transform"
 
     @model_validator(mode="after")
     def _known_exits(self) -> EarlyConfig:
         last = self.target.num_hidden_layers - 1
-        for name, layers in (("exit_layers", self.exit_layers), ("default_exit_layers", self.default_exit_layers)):
+        for name, layers in (
+            ("exit_layers", self.exit_layers),
+            ("default_exit_layers", self.default_exit_layers),
+        ):
             outside = [layer for layer in layers if not 1 <= layer <= last]
             if outside:
-                raise ValueError(f"{name} names layer {quoted(outside[0])}, outside 1..{last}")
+                raise ValueError(
+                    f"{name} names layer {quoted(outside[0])}, outside 1..{last}"
+                )
             if len(set(layers)) < len(layers):
                 raise ValueError(f"{name} names a layer twice")
         headless = set(self.default_exit_layers) - set(self.exit_layers)
         if headless:
-            raise ValueError(f"default_exit_layers names layer {min(headless)}, which has no head")
+            raise ValueError(
+                f"default_exit_layers names layer {min(headless)}, which has no head"
+            )
         return self
 
     @property
@@ -127,27 +180,44 @@ class EarlyConfig(HeadsConfig):
         rows = size if self.head == "transform" else self.target.vocab_size
         return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
 
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+    def work(
+        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
+    ) -> Work:
         """Work of n drafts at layer l: n l layers, n transforms, and n reads of the LM head."""
         layer = self.serving_exits[0] if exit_layer is None else exit_layer
-        return Work(drafts * layer, drafts if self.head == "transform" else 0, drafts * vocabulary)
+        return Work(
+            drafts * layer,
+            drafts if self.head == "transform" else 0,
+            drafts * vocabulary,
+        )
 
     def settings(self, parts: EarlyParts, greedy: bool) -> Iterator[Setting]:
         for form, by_layer in on_texts(parts.matches.acceptance, greedy).items():
             for layer, by_drafts in by_layer.items():
                 for n, counts in enumerate(by_drafts, start=1):
-                    work, trained = self.work(n, exit_layer=layer), form == TRAINED
-                    transforms = work.matrices * parts.timing.transform_in_layers if trained else 0.0
+                    work = self.work(n, exit_layer=layer)
+                    trained = form == TRAINED
+                    transforms = (
+                        work.matrices * parts.timing.transform_in_layers
+                        if trained
+                        else 0.0
+                    )
                     yield Setting(
-                        {"default_exit_layers": [layer], "num_speculative_tokens": n}, n,
-                        counts.drafted / max(counts.cycles, 1), counts.length, work.layers + transforms, work.reads,
-                        exit_layer=layer, trained=trained,
+                        {"default_exit_layers": [layer], "num_speculative_tokens": n},
+                        n,
+                        counts.drafted / max(counts.cycles, 1),
+                        counts.length,
+                        work.layers + transforms,
+                        work.reads,
+                        exit_layer=layer,
+                        trained=trained,
                         served={"exit_layer": layer, "num_speculative_tokens": n},
-                    )  # fmt: skip
+                    )
 
     def match_rates(self, parts: EarlyParts) -> list[tuple[int, int, bool, float]]:
         return [
             (layer, k, form == TRAINED, rate)
-            for k, forms in parts.matches.match.items() for form, rates in forms.items()
+            for k, forms in parts.matches.match.items()
+            for form, rates in forms.items()
             for layer, rate in zip(parts.matches.layers, rates, strict=True)
-        ]  # fmt: skip
+        ]

@@ -52,7 +52,9 @@ class Continuation(NamedTuple):
 class Engine(Protocol):
     """An engine that continues prompts."""
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+    ) -> list[Continuation]:
         """Continue prompts, each with its own seed."""
 
     def close(self) -> None:
@@ -63,19 +65,21 @@ Asked = list[tuple[int, list[int]]]  # numbers and token IDs of prompts to answe
 
 
 class ChatFile:
-    """The chats of a .jsonl file in ascending order of their index, to which batches are appended.
+    """The chats of a .jsonl file in ascending order of their index, to which batches
+    are appended.
 
     The index is the number of the prompt, or of the attempt at a user turn.
 
-    A line that a kill has cut off is dropped. The options that all chats share are kept in a hidden
-    file beside it.
+    A line that a kill has cut off is dropped. The options that all chats share are kept
+    in a hidden file beside it.
 
     Args:
         path: the file, which has one writer at a time.
         essence: the options.
 
     Raises:
-        TrainingError: if the file was written with other options, not by `ppd data`, or is damaged.
+        TrainingError: if the file was written with other options, not by `ppd data`, or
+            is damaged.
     """
 
     def __init__(self, path: Path, essence: dict[str, Any]) -> None:
@@ -103,7 +107,10 @@ class ChatFile:
         try:
             stored = dict(json.loads(options.read_bytes()))
         except (OSError, ValueError, TypeError):
-            raise TrainingError(f"--out {place(self.path)} was not written by `ppd data`; give another file") from None
+            raise TrainingError(
+                f"--out {place(self.path)} was not written by `ppd data`; give "
+                "another file"
+            ) from None
         written = f"--out {place(self.path)} was written"
         refuse_other_options(written, stored, essence, "another file")
 
@@ -117,7 +124,8 @@ class ChatFile:
                     self._note(json.loads(line))
                 except (ValueError, TypeError, KeyError):
                     raise TrainingError(
-                        f"{place(self.path, number)} is damaged; delete this line and run the command again"
+                        f"{place(self.path, number)} is damaged; delete this line and "
+                        "run the command again"
                     ) from None
                 end += len(line)
         os.truncate(self.path, end)
@@ -140,15 +148,18 @@ def write_chats(
     Args:
         options: of `ppd data`.
         engine_of: makes the engine; called only if there is anything to write.
-        until: time by time.monotonic() after which no batch begins but the first. It replaces the
-            default number.
+        until: time by time.monotonic() after which no batch begins but the first. It
+            replaces the default number.
 
     Raises:
         InUse: if another process writes the file.
-        TrainingError: on malformed prompts, another run's file, or a model that writes no user turns.
+        TrainingError: on malformed prompts, another run's file, or a model that writes
+            no user turns.
     """
     with loading(options.model):
-        tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            options.model, trust_remote_code=options.trust_remote_code
+        )
     wanted = options.number or math.inf
     if options.number is None and not options.prompts and until == math.inf:
         wanted = NUMBER
@@ -160,13 +171,19 @@ def write_chats(
         take = _source(options, tokenizer, engine, file)
         sampling = Sampling(options.temperature, options.top_p, options.max_tokens)
         total = None if math.isinf(wanted) else int(wanted)
-        with tqdm(desc="writing chats", initial=file.count, total=total, unit=" chats") as bar:
+        with tqdm(
+            desc="writing chats", initial=file.count, total=total, unit=" chats"
+        ) as bar:
             while file.count < wanted and (not file.count or time.monotonic() < until):
                 asked = take(int(min(options.batch, wanted - file.count)))
                 if not asked:
                     break
-                seeds = [_seed_of(options.seed, number, "assistant") for number, _ in asked]
-                answers = engine.generate([prompt for _, prompt in asked], seeds, sampling)
+                seeds = [
+                    _seed_of(options.seed, number, "assistant") for number, _ in asked
+                ]
+                answers = engine.generate(
+                    [prompt for _, prompt in asked], seeds, sampling
+                )
                 file.append(map(_chat, asked, answers))
                 bar.set_postfix_str(f"{file.tokens:,} tokens")
                 bar.update(len(asked))
@@ -183,7 +200,9 @@ def _chat(asked: tuple[int, list[int]], answer: Continuation) -> dict[str, Any]:
     }
 
 
-def _source(options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile) -> Callable[[int], Asked]:
+def _source(
+    options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
+) -> Callable[[int], Asked]:
     """A function that returns the next prompts of a number; fewer or none at their end."""
     prompts: Iterator[list[int]]
     if options.prompts:
@@ -197,11 +216,13 @@ def _source(options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
 
 
 def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
-    """Prompts in the files' order: chats up to the last user turn, prompts and token IDs as a whole,
-    and stretches of --prompt-tokens of texts. Those that leave no room for a response are left out.
+    """Prompts in the files' order: chats up to the last user turn, prompts and token
+    IDs as a whole, and stretches of --prompt-tokens of texts. Those that leave no room
+    for a response are left out.
 
     Raises:
-        TrainingError: on a file or a record that is malformed, or if there is no prompt.
+        TrainingError: on a file or a record that is malformed, or if there is no
+            prompt.
     """
     documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
     count = 0
@@ -213,8 +234,9 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     if not count:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
-            f"--prompts: no record has a prompt of at most {options.max_length - 1} tokens{skips}; give "
-            f"chats, prompts, or texts of {options.prompt_tokens} tokens"
+            f"--prompts: no record has a prompt of at most {options.max_length - 1} "
+            f"tokens{skips}; give chats, prompts, or texts of {options.prompt_tokens} "
+            "tokens"
         )
 
 
@@ -227,11 +249,15 @@ def beginning(tokenizer: Any) -> list[int]:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
-    raise TrainingError("--model: the tokenizer has no chat template, nor a token that begins a text; give --prompts")
+    raise TrainingError(
+        "--model: the tokenizer has no chat template, nor a token that begins a "
+        "text; give --prompts"
+    )
 
 
 class UserTurns:
-    """User turns that the model writes after the beginning of its chat template (Magpie).
+    """User turns that the model writes after the beginning of its chat template
+    (Magpie).
 
     Args:
         options: of the chats.
@@ -243,7 +269,9 @@ class UserTurns:
         TrainingError: if the rendered chat does not contain the user's message.
     """
 
-    def __init__(self, options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile) -> None:
+    def __init__(
+        self, options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
+    ) -> None:
         self.options = options
         self.tokenizer = tokenizer
         self.engine = engine
@@ -251,7 +279,10 @@ class UserTurns:
         self.number = file.next_number
         before, shown, after = self._rendered(USER_TURN).partition(USER_TURN)
         if not shown:
-            raise TrainingError("--model: the chat template changes what the user writes; give --prompts")
+            raise TrainingError(
+                "--model: the chat template changes what the user writes; give "
+                "--prompts"
+            )
         self.prefix = self._ids(before)
         stop_ids = {tokenizer.eos_token_id} - {None}
         stop_text = None
@@ -261,10 +292,13 @@ class UserTurns:
             stop_ids.add(following[0])
         else:  # the template ends a user turn by text
             stop_text = next(iter(after.split()), None)
-        self.sampling = Sampling(1.0, 0.95, 256, tuple(sorted(stop_ids)), stop_text, wants_text=True)
+        self.sampling = Sampling(
+            1.0, 0.95, 256, tuple(sorted(stop_ids)), stop_text, wants_text=True
+        )
 
     def take(self, count: int) -> Asked:
-        """Prompts from `count` attempts at user turns, or from more until one is usable.
+        """Prompts from `count` attempts at user turns, or from more until one is
+        usable.
 
         Raises:
             TrainingError: if the model writes no usable user turn.
@@ -273,7 +307,10 @@ class UserTurns:
         refused = 0
         while not asked:
             if refused >= MOST_REFUSED:
-                raise TrainingError(f"the last {refused} user turns are too long, empty or repeated; give --prompts")
+                raise TrainingError(
+                    f"the last {refused} user turns are too long, empty or repeated; "
+                    "give --prompts"
+                )
             numbers = range(self.number, self.number + count)
             self.number += count
             seeds = [_seed_of(self.options.seed, number, "user") for number in numbers]
@@ -299,12 +336,20 @@ class UserTurns:
         messages = [{"role": "user", "content": user}]
         if self.options.system is not None:
             messages.insert(0, {"role": "system", "content": self.options.system})
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(
+            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        )
 
 
 def _seed_of(seed: int, number: int, who: str) -> int:
     """A seed for each request, the same in every run."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {number} {who}".encode()).digest()[:4], "big")
+    return int.from_bytes(
+        hashlib.sha256(f"{seed} {number} {who}".encode()).digest()[:4], "big"
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent heads: `config.json` as IBM and Snowflake publish it, training options, and what drafting costs.
+"""Recurrent heads: `config.json` as IBM and Snowflake publish it, training options, and
+what drafting costs.
 
-Ours has their keys and speculators'. Theirs lacks the latter, and describes the target by its hidden size and
-vocabulary size alone, until `ppd calibrate` adds the rest.
+Ours has their keys and speculators'. Theirs lacks the latter, and describes the target
+by its hidden size and vocabulary size alone, until `ppd calibrate` adds the rest.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
-ARCHITECTURES = tuple(f"{name}SpeculatorPreTrainedModel" for name in ("MLP", "ArcticMLP", "ArcticLSTM"))
+ARCHITECTURES = tuple(
+    f"{name}SpeculatorPreTrainedModel" for name in ("MLP", "ArcticMLP", "ArcticLSTM")
+)
 GATES = ("forget", "input", "output", "cell")
 PREFIXES = ("", "speculator.")  # prefixes of tensor names
 DTYPES = ("float32", "bfloat16", "float16")
 
-Width = int | str | list[int]  # "4096" and [4096] are widths per layer, for a single layer
+Width = (
+    int | str | list[int]
+)  # "4096" and [4096] are widths per layer, for a single layer
 
 
 class PublishedTarget(TargetLayers):
@@ -36,7 +41,9 @@ class PublishedTarget(TargetLayers):
 
 
 class RecurrentOptions(FullOptions):
-    """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear prediction of states."""
+    """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear
+    prediction of states.
+    """
 
     kind: ClassVar[str] = "recurrent"
     rank: ClassVar[int] = 1  # read by CP's recipe
@@ -46,21 +53,39 @@ class RecurrentOptions(FullOptions):
     base_start: ClassVar[str] = "trained"
 
     inner_size: int | None = Field(
-        None, ge=1, le=1 << 20, description="width of the state (default: twice the model's)"
+        None,
+        ge=1,
+        le=1 << 20,
+        description="width of the state (default: twice the model's)",
     )
-    tie_weights: bool = Field(True, description="all heads share their weights except the first projection")
-    scale_input: bool = Field(False, description="normalise the target's state first, as in some of IBM's heads")
+    tie_weights: bool = Field(
+        True, description="all heads share their weights except the first projection"
+    )
+    scale_input: bool = Field(
+        False,
+        description="normalise the target's state first, as in some of IBM's heads",
+    )
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="Muon for projections and AdamW for the rest, or AdamW alone"
+        "muon",
+        description="Muon for projections and AdamW for the rest, or AdamW alone",
     )
     start: Literal["ridge", "random"] = Field(
-        "ridge", description="initial weights: a ridge regression of the target's later states, or random (IBM)"
+        "ridge",
+        description="initial weights: a ridge regression of the target's later "
+        "states, or random (IBM)",
     )
     decay: float = Field(
-        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the previous draft"
+        0.8,
+        gt=0,
+        le=1,
+        description="weight of a draft's distillation, relative to that of the "
+        "previous draft",
     )
     train_vocab_size: int = Field(
-        0, ge=0, description="train over the most frequent tokens of the data only, and draft from them (0: all tokens)"
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the data only, and draft "
+        "from them (0: all tokens)",
     )
 
     @property
@@ -71,32 +96,57 @@ class RecurrentOptions(FullOptions):
 class RecurrentConfig(HeadsConfig):
     """n heads, each with a state computed from the previous state and token."""
 
-    model_config = ConfigDict(extra="allow")  # keys that are not read here are left unchanged
+    model_config = ConfigDict(
+        extra="allow"
+    )  # keys that are not read here are left unchanged
     kind: ClassVar[str] = "recurrent"
     architecture: ClassVar[str] = ARCHITECTURES[0]
     method: ClassVar[str] = "recurrent"
     options: ClassVar[type[TrainingOptions]] = RecurrentOptions
     parts: ClassVar[type[Parts]] = CPParts
-    tensor_names: ClassVar[str] = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
+    tensor_names: ClassVar[str] = (
+        r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
+    )
     counts: ClassVar[tuple[str, ...]] = ("token_counts",)
     files_beside: ClassVar[tuple[str, ...]] = (COUNTS_NAME,)
 
     verifier: str = Field(
-        "", validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"), max_length=4096,
+        "",
+        validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
+        max_length=4096,
         description="name or path of the target; empty if not recorded",
-    )  # fmt: skip
+    )
     target: PublishedTarget = Field(validation_alias="transformer_layer_config")
-    form: Literal["sum_rnn", "sum_lstm"] = Field("sum_rnn", validation_alias="method", description="MLP or LSTM")
-    n_predict: Drafts = Field(description="number of heads, which is the number of drafts they were trained for")
+    form: Literal["sum_rnn", "sum_lstm"] = Field(
+        "sum_rnn", validation_alias="method", description="MLP or LSTM"
+    )
+    n_predict: Drafts = Field(
+        description=(
+            "number of heads, which is the number of drafts they were trained for"
+        )
+    )
     vocab_size: int = Field(ge=1, le=1 << 26, description="tokens")
-    emb_dim: Width = Field(description="width of the target's states (IBM), or of embeddings (Arctic)")
+    emb_dim: Width = Field(
+        description="width of the target's states (IBM), or of embeddings (Arctic)"
+    )
     inner_dim: Width = Field(0, description="width of the state (0: emb_dim)")
-    input_hidden_dim: int | None = Field(None, ge=1, description="width of the target's states (Arctic)")
+    input_hidden_dim: int | None = Field(
+        None, ge=1, description="width of the target's states (Arctic)"
+    )
     proj_dim: Width | None = Field(None, description="width of projections (Arctic)")
-    tie_weights: bool = Field(False, description="all heads share their weights except the first projection")
-    tie_lstm_embs: bool = Field(True, description="all gates of an LSTM share an embedding")
-    scale_input: bool = Field(False, description="the target's state is normalised and divided by sqrt(2)")
-    token_counts: bool = Field(False, description="the heads have token counts of a text, for a draft vocabulary")
+    tie_weights: bool = Field(
+        False, description="all heads share their weights except the first projection"
+    )
+    tie_lstm_embs: bool = Field(
+        True, description="all gates of an LSTM share an embedding"
+    )
+    scale_input: bool = Field(
+        False, description="the target's state is normalised and divided by sqrt(2)"
+    )
+    token_counts: bool = Field(
+        False,
+        description="the heads have token counts of a text, for a draft vocabulary",
+    )
 
     @classmethod
     def is_named_in(cls, data: dict[str, Any]) -> bool:
@@ -119,7 +169,10 @@ class RecurrentConfig(HeadsConfig):
                 raise ValueError(f"{name}={quoted(data.get(name))} is not an integer")
         added = {
             "num_speculative_tokens": data["n_predict"],
-            "transformer_layer_config": {"hidden_size": data[size], "vocab_size": data["vocab_size"]},
+            "transformer_layer_config": {
+                "hidden_size": data[size],
+                "vocab_size": data["vocab_size"],
+            },
         }
         if isinstance(data.get("base_model_name_or_path"), str):
             added["verifier"] = data["base_model_name_or_path"]
@@ -129,16 +182,29 @@ class RecurrentConfig(HeadsConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> RecurrentConfig:
-        states = self.emb_dim if self.input_hidden_dim is None else self.input_hidden_dim
+        states = (
+            self.emb_dim if self.input_hidden_dim is None else self.input_hidden_dim
+        )
         widths = () if self.input_hidden_dim is None else ("emb_dim", "proj_dim")
         for name in widths:
             width = getattr(self, name)
             if width is not None and _width(name, width) != self.inner:
-                raise ValueError(f"{name}={quoted(width)} must be inner_dim={self.inner}")
-        if (states, self.vocab_size) != (self.target.hidden_size, self.target.vocab_size):
-            raise ValueError("the widths of states and vocabulary differ from transformer_layer_config")
+                raise ValueError(
+                    f"{name}={quoted(width)} must be inner_dim={self.inner}"
+                )
+        if (states, self.vocab_size) != (
+            self.target.hidden_size,
+            self.target.vocab_size,
+        ):
+            raise ValueError(
+                "the widths of states and vocabulary differ from "
+                "transformer_layer_config"
+            )
         if self.form == "sum_lstm" and not self.tie_weights:
-            raise ValueError("an LSTM whose heads do not share weights is not supported; tie_weights must be true")
+            raise ValueError(
+                "an LSTM whose heads do not share weights is not supported; "
+                "tie_weights must be true"
+            )
         return self
 
     @property
@@ -153,7 +219,9 @@ class RecurrentConfig(HeadsConfig):
 
     @property
     def projections(self) -> int:
-        """The number of projections: the first reads the target's state, which may have another width."""
+        """The number of projections: the first reads the target's state, which may have
+        another width.
+        """
         return min(2, self.n_predict) if self.tie_weights else self.n_predict
 
     @property
@@ -179,33 +247,58 @@ class RecurrentConfig(HeadsConfig):
         return f"{self.n_predict} heads, {form} of {self.inner} numbers{tied}"
 
     def shapes(self) -> Shapes:
-        width, table = self.inner, [self.vocab_size, self.inner]
-        read = [[width, self.target.hidden_size if index == 0 else width] for index in range(self.projections)]
+        width = self.inner
+        table = [self.vocab_size, self.inner]
+        read = [
+            [width, self.target.hidden_size if index == 0 else width]
+            for index in range(self.projections)
+        ]
         lstm = self.form == "sum_lstm"
         gates = [f"{gate}_" for gate in GATES] if lstm else [""]
-        shapes = {f"{gate}proj.{index}.weight": shape for gate in gates for index, shape in enumerate(read)}
+        shapes = {
+            f"{gate}proj.{index}.weight": shape
+            for gate in gates
+            for index, shape in enumerate(read)
+        }
         for stage in range(self.stages):
-            shapes |= {f"{gate}emb.{stage}.weight": table for gate in gates[: 1 if self.tie_lstm_embs else None]}
-            norms = product(("cell_ln", "state_ln") if lstm else ("ln",), ("weight", "bias"))
+            shapes |= {
+                f"{gate}emb.{stage}.weight": table
+                for gate in gates[: 1 if self.tie_lstm_embs else None]
+            }
+            norms = product(
+                ("cell_ln", "state_ln") if lstm else ("ln",), ("weight", "bias")
+            )
             shapes |= {f"{norm}.{stage}.{name}": [width] for norm, name in norms}
             shapes[f"head.{stage}.weight"] = table
-        return shapes | ({"token_counts": [self.vocab_size]} if self.token_counts else {})
+        return shapes | (
+            {"token_counts": [self.vocab_size]} if self.token_counts else {}
+        )
 
     def stored_names(self, tensor: str) -> Iterator[str]:
-        """Names with or without IBM's prefix, or as the first of several layers; for tied tensors any copy."""
+        """Names with or without IBM's prefix, or as the first of several layers; for
+        tied tensors any copy.
+        """
         if self.is_count(tensor):
             yield tensor
             return
         group, index, name = tensor.split(".")
         last = "proj" not in group or index != "0"
-        indices = range(int(index), self.n_predict) if self.tie_weights and last else (index,)
+        indices = (
+            range(int(index), self.n_predict) if self.tie_weights and last else (index,)
+        )
         for prefix, at, inner in product(PREFIXES, indices, ("", ".0")):
             yield f"{prefix}{group}.{at}{inner}.{name}"
 
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """Per draft an LM head of the state's width and a projection; an LSTM has a projection for each gate."""
+    def work(
+        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
+    ) -> Work:
+        """Per draft an LM head of the state's width and a projection; an LSTM has a
+        projection for each gate.
+        """
         share = self.inner / self.target.hidden_size
-        matrices = (4 if self.form == "sum_lstm" else 1) * (share + (drafts - 1) * share**2)
+        matrices = (4 if self.form == "sum_lstm" else 1) * (
+            share + (drafts - 1) * share**2
+        )
         return Work(0, matrices, drafts * vocabulary * share)
 
     def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
@@ -213,9 +306,10 @@ class RecurrentConfig(HeadsConfig):
 
     def to_json(self) -> dict[str, Any]:
         theirs = {
-            "model_type": "mlp_speculator", "n_candidates": self.n_predict,
+            "model_type": "mlp_speculator",
+            "n_candidates": self.n_predict,
             "top_k_tokens_per_head": [1] * self.n_predict,
-        }  # fmt: skip
+        }
         ours = super().to_json()
         return theirs | {"method": ours.pop("form")} | ours
 
@@ -228,7 +322,10 @@ def _width(name: str, value: Width) -> int:
     """
     layers = value if isinstance(value, list) else str(value).split(".")
     if len(layers) != 1:
-        raise ValueError(f"{name}={quoted(value)} has {len(layers)} layers; only heads with one layer are supported")
+        raise ValueError(
+            f"{name}={quoted(value)} has {len(layers)} layers; only heads with one "
+            "layer are supported"
+        )
     if not str(layers[0]).isdecimal() or int(layers[0]) > 1 << 20:
         raise ValueError(f"{name}={quoted(value)} is not a width")
     return int(layers[0])

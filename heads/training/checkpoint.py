@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unfinished training runs: their locks, the options with which they may continue, and checkpoints.
+"""Unfinished training runs: their locks, the options with which they may continue, and
+checkpoints.
 
-accelerate writes a checkpoint; the file of its facts comes last and marks it as complete.
+accelerate writes a checkpoint; the file of its facts comes last and marks it as
+complete.
 """
 
 from __future__ import annotations
@@ -49,19 +51,24 @@ class RunFacts(BaseModel):
 def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[Path]:
     """The folder of checkpoints in the heads folder, locked against other runs.
 
-    If a run has several processes, which share the folder, only the main one holds the lock.
+    If a run has several processes, which share the folder, only the main one holds the
+    lock.
 
     Raises:
         InUse: if another run writes the heads folder.
         TrainingError: if the folder holds finished heads, or a run with other options.
-        Stopped: in place of a KeyboardInterrupt, with the step that the run has reached.
+        Stopped: in place of a KeyboardInterrupt, with the step that the run has
+            reached.
     """
     out = Path(options.out)
     work = out / WORK
     with writing_folder(out) if processes.is_main_process else nullcontext():
         facts = read_facts(work)
         if facts is None and (out / CONFIG_NAME).exists():
-            raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
+            raise TrainingError(
+                f"--out {str(out)!r} already holds heads or a model; delete it or "
+                "give another folder"
+            )
         if facts is not None:
             ours = options.essence() | {"processes": processes.num_processes}
             refuse_other_options(
@@ -80,13 +87,17 @@ def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[P
 
 
 def _fixed(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in FREE_TO_CHANGE}
+    return {
+        name: value for name, value in options.items() if name not in FREE_TO_CHANGE
+    }
 
 
 def latest(work: Path) -> Path | None:
     """The newest complete checkpoint; None if there is none."""
     folders = [path.parent for path in work.glob(f"checkpoints/checkpoint_*/{FACTS}")]
-    return max(folders, key=lambda folder: int(folder.name.partition("_")[2]), default=None)
+    return max(
+        folders, key=lambda folder: int(folder.name.partition("_")[2]), default=None
+    )
 
 
 def read_facts(work: Path) -> RunFacts | None:
@@ -132,7 +143,14 @@ def load(work: Path, processes: Processes) -> None:
     """
     folder = latest(work)
     assert folder is not None
-    damage = RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, SafetensorError
+    damage = (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        EOFError,
+        pickle.UnpicklingError,
+        SafetensorError,
+    )
     try:
         processes.load_state(str(folder))
     except damage:
@@ -140,7 +158,10 @@ def load(work: Path, processes: Processes) -> None:
 
 
 def _unusable(folder: Path) -> TrainingError:
-    return TrainingError(f"{place(folder)} is damaged or of other heads; delete the folder {WORK} to start again")
+    return TrainingError(
+        f"{place(folder)} is damaged or of other heads; delete the folder {WORK} to "
+        "start again"
+    )
 
 
 def save_best(work: Path, module: nn.Module, step: int) -> None:

@@ -26,15 +26,23 @@ class Evaluation(BaseModel):
     step: int
     loss: float | None  # None if nothing held out counts
     figures: dict[str, Any]
-    accepted: float | None = None  # greedy drafts per step, teacher-forced; None if not counted
+    accepted: float | None = (
+        None  # greedy drafts per step, teacher-forced; None if not counted
+    )
 
     def is_better_than(self, other: Evaluation | None) -> bool:
-        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite."""
+        """Whether more drafts are accepted, or as many at a lower loss; never if the
+        loss is not finite.
+        """
         if self.loss is None or not math.isfinite(self.loss):
             return False
         if other is None or other.loss is None:
             return True
-        if self.accepted == other.accepted or self.accepted is None or other.accepted is None:
+        if (
+            self.accepted == other.accepted
+            or self.accepted is None
+            or other.accepted is None
+        ):
             return self.loss < other.loss - LEAST * abs(other.loss)
         return self.accepted > other.accepted * (1 + LEAST)
 
@@ -76,7 +84,9 @@ def evaluate(
     """Loss and figures on held-out windows, the same ones every time."""
     recipe.eval()
     windows = evaluated_windows(store, options)
-    size = max(1, options.batch_size // (options.accumulation * processes.num_processes))
+    size = max(
+        1, options.batch_size // (options.accumulation * processes.num_processes)
+    )
     sums: dict[str, float] = {}
     total = 0.0
     progress = tqdm(
@@ -105,15 +115,23 @@ def evaluate(
     if not sums:
         return Evaluation(step=step, loss=None, figures={})
     figures = recipe.summary(sums)
-    shares = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
+    shares = [
+        sums[name] / sums["accepted_of"]
+        for name in sums
+        if name.startswith("accepted.")
+    ]
     # The mean over all processes, which must agree on when to stop.
-    totals = torch.tensor([total, sum(shares)], dtype=torch.float64, device=processes.device)
-    loss, accepted = (processes.reduce(totals, "sum") / processes.num_processes).tolist()
+    totals = torch.tensor(
+        [total, sum(shares)], dtype=torch.float64, device=processes.device
+    )
+    loss, accepted = (
+        processes.reduce(totals, "sum") / processes.num_processes
+    ).tolist()
     if not shares:
         return Evaluation(step=step, loss=loss, figures=figures)
     figures["accepted_a_step"] = round(accepted, 4)
     figures["accepted_by_position"] = [round(share, 4) for share in shares]
-    # A target that is trained, too, is another one in each evaluation: drafts of its guesses at
-    # first are the easiest.
+    # A target that is trained, too, is another one in each evaluation: drafts of its
+    # guesses at first are the easiest.
     decisive = None if recipe.target.trainable else accepted
     return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)

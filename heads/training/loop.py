@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training run, from data, target and recipe to a heads folder; it can be stopped at any time and continued."""
+"""The training run, from data, target and recipe to a heads folder; it can be stopped
+at any time and continued.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +49,27 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
 
     Args:
         options: of the recipe.
-        make: makes the recipe from options and a target (None: the recipe of the options' kind).
+        make: makes the recipe from options and a target (None: the recipe of the
+            options' kind).
 
     Returns:
         The provenance that was written beside the heads, evaluation included.
 
     Raises:
         InUse: if another run writes the folder.
-        TrainingError: on bad input or a loss that is not finite; the last checkpoint stays on disk.
+        TrainingError: on bad input or a loss that is not finite; the last checkpoint
+            stays on disk.
         Stopped: after Ctrl-C or SIGTERM; the last checkpoint is kept.
     """
-    files = [file.model_dump() for file in data_files(options.data)]  # they may be gone at the end
+    files = [
+        file.model_dump() for file in data_files(options.data)
+    ]  # they may be gone at the end
     out = Path(options.out)
     processes = Processes(options.device, out / WORK)
     with unfinished_run(options, processes) as work:
-        recipe, store = _prepared(options, make or recipe_of(options.kind), processes, work)
+        recipe, store = _prepared(
+            options, make or recipe_of(options.kind), processes, work
+        )
         facts = _Run(options, processes, recipe, store, work).train()
         if processes.is_main_process:
             recipe.prepare_output(store, out)
@@ -80,13 +88,16 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
 class Speed(NamedTuple):
     """The measured speed of a training."""
 
-    step: float  # seconds of an optimiser step, with the target's states from the cache, if any
-    target: float  # seconds to compute a step's states that the cache lacks; 0 without a cache
+    # seconds of an optimiser step, with the target's states from the cache, if any
+    step: float
+    # seconds to compute a step's states that the cache lacks; 0 without a cache
+    target: float
     steps: float  # in a pass over the data
 
 
 def speed_of(options: TrainingOptions) -> Speed:
-    """Time the first step of a training a few times. No checkpoint is written; tokens and cached states remain.
+    """Time the first step of a training a few times. No checkpoint is written; tokens
+    and cached states remain.
 
     Raises:
         InUse, TrainingError: as train.
@@ -116,22 +127,29 @@ def _prepared(
     """
     if options.batch_size % (processes.num_processes * options.accumulation):
         raise TrainingError(
-            f"--batch-size {options.batch_size} is not divisible by {processes.num_processes} processes "
-            f"x {options.accumulation} accumulated parts"
+            f"--batch-size {options.batch_size} is not divisible by "
+            f"{processes.num_processes} processes x {options.accumulation} "
+            "accumulated parts"
         )
     if options.patience is not None and options.evaluate_every is None:
         raise TrainingError(f"--patience {options.patience} needs --evaluate-every")
     full = getattr(options, "recipe", None) == "full"
     if full and options.states_cache is not None:
-        raise TrainingError("--states-cache needs a frozen target, but --recipe full trains it; omit one of them")
+        raise TrainingError(
+            "--states-cache needs a frozen target, but --recipe full trains it; omit "
+            "one of them"
+        )
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
     # The full recipe's updates of the base model are too small for bfloat16.
     dtype = torch.float32 if full else getattr(torch, options.precision)
-    target = Target(options.model, processes.device, dtype, options.trust_remote_code, full)
+    target = Target(
+        options.model, processes.device, dtype, options.trust_remote_code, full
+    )
     if target.max_length is not None and options.sequence_length > target.max_length:
         raise TrainingError(
-            f"--sequence-length {options.sequence_length} is more than the model's {target.max_length} positions"
+            f"--sequence-length {options.sequence_length} is more than the model's "
+            f"{target.max_length} positions"
         )
     torch.manual_seed(options.seed)
     recipe = make(options, target)
@@ -161,7 +179,9 @@ def _prepared(
     return recipe, store
 
 
-def _check_reach(recipe: Recipe, store: TokenStore, options: TrainingOptions, processes: Processes) -> None:
+def _check_reach(
+    recipe: Recipe, store: TokenStore, options: TrainingOptions, processes: Processes
+) -> None:
     """Say which parts can be neither learnt nor evaluated.
 
     Raises:
@@ -170,11 +190,14 @@ def _check_reach(recipe: Recipe, store: TokenStore, options: TrainingOptions, pr
     instead = "give longer responses"
     if recipe.reach_option is not None:
         instead += f", or a smaller {recipe.reach_option}"
-    learnt = {part: store.has_rows("train", length) for part, length in recipe.reach.items()}
+    learnt = {
+        part: store.has_rows("train", length) for part, length in recipe.reach.items()
+    }
     if not any(learnt.values()):
         part, length = min(recipe.reach.items(), key=lambda item: item[1])
         raise TrainingError(
-            f"no window has a response of {length} tokens in a row, which {part} needs to learn; {instead}"
+            f"no window has a response of {length} tokens in a row, which {part} "
+            f"needs to learn; {instead}"
         )
     if not processes.is_main_process:
         return
@@ -185,8 +208,9 @@ def _check_reach(recipe: Recipe, store: TokenStore, options: TrainingOptions, pr
             say(f"vllm-ppd: {part} is not trained: no response has {row}; {instead}")
         elif not store.has_rows("held_out", length, windows):
             say(
-                f"vllm-ppd: {part} is not evaluated: no held-out response has {row} within "
-                "--evaluation-tokens; give more of them, or a larger --held-out"
+                f"vllm-ppd: {part} is not evaluated: no held-out response has {row} "
+                "within --evaluation-tokens; give more of them, or a larger "
+                "--held-out"
             )
 
 
@@ -215,7 +239,9 @@ class _Run:
         recipe.begin(store, fresh=saved is None)
         groups = recipe.groups(options.learning_rate)
         make_optimizer = Muon if options.optimizer == "muon" else torch.optim.AdamW
-        optimizer = make_optimizer(groups, betas=options.betas, weight_decay=options.weight_decay)
+        optimizer = make_optimizer(
+            groups, betas=options.betas, weight_decay=options.weight_decay
+        )
         self.module, self.optimizer = processes.prepare(recipe, optimizer)
         essence = options.essence() | {"processes": processes.num_processes}
         self.facts = RunFacts(options=essence)
@@ -242,13 +268,16 @@ class _Run:
         if self.processes.is_main_process:
             tokens = saved.step * self.tokens_a_step
             say(
-                f"vllm-ppd: {place(self.work.parent)} continues at step {saved.step} of {self.steps}, "
-                f"after {tokens:,} tokens"
+                f"vllm-ppd: {place(self.work.parent)} continues at step {saved.step} "
+                f"of {self.steps}, after {tokens:,} tokens"
             )
 
     def train(self) -> dict[str, Any]:
-        """Run all remaining steps, and the evaluations before the first and after the last; the best weights remain."""
-        options, facts = self.options, self.facts
+        """Run all remaining steps, and the evaluations before the first and after the
+        last; the best weights remain.
+        """
+        options = self.options
+        facts = self.facts
         if not facts.step:
             facts.before = self._evaluate("before").figures
         progress = tqdm(
@@ -265,7 +294,8 @@ class _Run:
             while facts.step < self.steps and not self._is_flat():
                 loss, stops = self._loss_and_gradient(progress, stop)
                 facts.seconds = time.monotonic() - started
-                # Save before the update, while the loss shows that these weights are good.
+                # Save before the update, while the loss shows that these weights are
+                # good.
                 if stops or facts.step % options.save_every == 0:
                     self._save()
                 if stops:
@@ -293,7 +323,11 @@ class _Run:
     def seconds_a_step(self) -> float:
         """Time an optimiser step."""
         seconds = 0.0
-        with tqdm(desc="timing training steps", total=TIMED * self.tokens_a_step, unit=" tokens") as bar:
+        with tqdm(
+            desc="timing training steps",
+            total=TIMED * self.tokens_a_step,
+            unit=" tokens",
+        ) as bar:
             for _ in range(TIMED):
                 self.facts.step = 0
                 started = time.monotonic()
@@ -312,27 +346,35 @@ class _Run:
             shown["accepted"] = f"{last.accepted:.3f}"
         return shown
 
-    def _loss_and_gradient(self, progress: tqdm, stop: list[int]) -> tuple[float | None, bool]:
+    def _loss_and_gradient(
+        self, progress: tqdm, stop: list[int]
+    ) -> tuple[float | None, bool]:
         """Accumulate the gradient over the step's windows.
 
-        A single process that is to stop returns after the current part of the step, which is done
-        again later.
+        A single process that is to stop returns after the current part of the step,
+        which is done again later.
 
         Returns:
-            (The mean loss of the parts in which a token counts, None without any; whether any
-            process is to stop).
+            (The mean loss of the parts in which a token counts, None without any;
+            whether any process is to stop).
 
         Raises:
             TrainingError: if the loss is not finite.
         """
-        options, processes, step = self.options, self.processes, self.facts.step
-        world, rank = processes.num_processes, processes.process_index
+        options = self.options
+        processes = self.processes
+        step = self.facts.step
+        world = processes.num_processes
+        rank = processes.process_index
         self.module.train()
-        # A recipe's random draws depend on the step only, so that a continued run repeats them.
+        # A recipe's random draws depend on the step only, so that a continued run
+        # repeats them.
         torch.manual_seed((options.seed * 1_000_003 + step) * world + rank)
         total = torch.zeros((), device=processes.device)
         parts = 0
-        for batch in self.order.batches(step, options.accumulation * world, rank, world):
+        for batch in self.order.batches(
+            step, options.accumulation * world, rank, world
+        ):
             with processes.arithmetic(options.precision):
                 loss, counts = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
@@ -342,7 +384,9 @@ class _Run:
             progress.update(batch.num_tokens * world)
             if stop and world == 1:
                 break
-        ours = torch.stack([total, total.new_tensor(parts), total.new_tensor(len(stop))])
+        ours = torch.stack(
+            [total, total.new_tensor(parts), total.new_tensor(len(stop))]
+        )
         loss_sum, counted, stops = processes.reduce(ours, "sum").tolist()
         mean = loss_sum / counted if counted else None
         if mean is not None and not math.isfinite(mean):
@@ -361,9 +405,11 @@ class _Run:
         scale = min((facts.step + 1) / warmup, cosine)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
-            # Separately: the heads' large first gradients would shrink those of a base model that
-            # is also trained.
-            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.options.gradient_clip)
+            # Separately: the heads' large first gradients would shrink those of a base
+            # model that is also trained.
+            norm = torch.nn.utils.clip_grad_norm_(
+                group["params"], self.options.gradient_clip
+            )
             if not norm.isfinite():
                 raise self._diverged("gradient")
         self.optimizer.step()
@@ -371,27 +417,38 @@ class _Run:
         facts.step += 1
         if loss is not None:
             self.losses.append(loss)
-        is_point = facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps
+        is_point = (
+            facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps
+        )
         if self.losses and is_point:
             mean = sum(self.losses) / len(self.losses)
             self._note(loss=round(mean, 5), rate=round(scale, 5))
             self.losses = []
 
     def _diverged(self, what: str) -> TrainingError:
-        kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "there is no checkpoint"
+        kept = (
+            f"the checkpoint of step {self.saved} is kept"
+            if self.saved
+            else "there is no checkpoint"
+        )
         return TrainingError(
-            f"training diverged: the {what} of step {self.facts.step} is not finite; {kept}: run the "
-            "same command with a lower --learning-rate"
+            f"training diverged: the {what} of step {self.facts.step} is not finite; "
+            f"{kept}: run the same command with a lower --learning-rate"
         )
 
     def _evaluates_now(self) -> bool:
-        every, step = self.options.evaluate_every, self.facts.step
+        every = self.options.evaluate_every
+        step = self.facts.step
         return every is not None and step % every == 0 and step < self.steps
 
     def _evaluate(self, when: str) -> Evaluation:
-        """Evaluate the current weights on held-out windows, and keep them if they are the best so far."""
+        """Evaluate the current weights on held-out windows, and keep them if they are
+        the best so far.
+        """
         facts = self.facts
-        evaluation = evaluate(self.recipe, self.store, self.options, self.processes, facts.step, when)
+        evaluation = evaluate(
+            self.recipe, self.store, self.options, self.processes, facts.step, when
+        )
         if evaluation.loss is not None:
             self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
         if facts.held_out.take(evaluation) and self.processes.is_main_process:
@@ -400,7 +457,10 @@ class _Run:
         return evaluation
 
     def _is_flat(self) -> bool:
-        return self.options.patience is not None and self.facts.held_out.stale >= self.options.patience
+        return (
+            self.options.patience is not None
+            and self.facts.held_out.stale >= self.options.patience
+        )
 
     def _finish(self) -> Evaluation:
         """The last evaluation; restore the best weights and return their evaluation."""
@@ -424,8 +484,9 @@ class _Run:
         path.write_text("".join(kept))
 
     def _note(self, **figures: Any) -> None:
-        """Append a line to the curve: `loss`, the mean since the last such line, with `rate`, the factor on the peak
-        learning rates; or `held_out_loss` and `held_out`, figures by name as in provenance.json."""
+        """Append a line to the curve: `loss`, the mean since the last such line,
+        with `rate`, the factor on the peak learning rates; or `held_out_loss` and
+        `held_out`, figures by name as in provenance.json."""
         if not self.processes.is_main_process:
             return
         step = self.facts.step

@@ -10,20 +10,27 @@ from torch import nn
 
 
 class Muon(torch.optim.AdamW):
-    """torch.optim.Muon for matrices, and for each matrix of a stack of them; AdamW for vectors and gates.
+    """torch.optim.Muon for matrices, and for each matrix of a stack of them; AdamW for
+    vectors and gates.
 
-    Muon's updates are scaled to the root mean square that AdamW's typically have, so one learning rate fits both. The
-    states of a language model lie mostly in few directions; Muon, whose update has equal singular values, learns the
-    others as fast.
+    Muon's updates are scaled to the root mean square that AdamW's typically have, so
+    one learning rate fits both. The states of a language model lie mostly in few
+    directions; Muon, whose update has equal singular values, learns the others as fast.
 
     Args:
-        groups: parameter groups, with the learning rate of each in "lr" when step is called; "muon": False leaves all
-            of a group to AdamW: gates of few rows, embeddings.
+        groups: parameter groups, with the learning rate of each in "lr" when step is
+            called; "muon": False leaves all of a group to AdamW: gates of few rows,
+            embeddings.
         betas: AdamW's; the first is also Muon's momentum.
         weight_decay: of both.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
         groups = [{"muon": True, **group} for group in groups]
         super().__init__(groups, betas=betas, weight_decay=weight_decay, fused=True)
 
@@ -33,7 +40,11 @@ class Muon(torch.optim.AdamW):
         assert closure is None
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for group in self.param_groups:
-            stacks = [p for p in group["params"] if group["muon"] and p.grad is not None and p.dim() >= 2]
+            stacks = [
+                p
+                for p in group["params"]
+                if group["muon"] and p.grad is not None and p.dim() >= 2
+            ]
             if stacks:
                 self._step_matrices(stacks, group)
                 gradients |= {p: p.grad for p in stacks}
@@ -45,7 +56,9 @@ class Muon(torch.optim.AdamW):
         return None
 
     def _step_matrices(self, stacks: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Muon's update of matrices that are views of the parameters, with moments that are views of our state."""
+        """Muon's update of matrices that are views of the parameters, with moments that
+        are views of our state.
+        """
         momentum = group["betas"][0]
         matrices = []
         for stack in stacks:
@@ -53,7 +66,10 @@ class Muon(torch.optim.AdamW):
             state: dict[str, torch.Tensor] = self.state[stack]
             if "momentum_buffer" not in state:
                 # AdamW expects a step count for every parameter when it loads.
-                state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(stack)}
+                state |= {
+                    "step": torch.zeros(()),
+                    "momentum_buffer": torch.zeros_like(stack),
+                }
             tensors = (stack.detach(), stack.grad, state["momentum_buffer"])
             stacked = (t.flatten(0, -3) if t.dim() > 2 else t[None] for t in tensors)
             for matrix, gradient, buffer in zip(*stacked, strict=True):

@@ -30,15 +30,22 @@ def device_of(name: str) -> torch.device:
         raise TrainingError(f"--device {name}: {str(error).splitlines()[0]}") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count() or "no"
-        raise TrainingError(f"--device {name}: {count} CUDA devices are available; use another, or --device cpu")
+        raise TrainingError(
+            f"--device {name}: {count} CUDA devices are available; use another, or "
+            "--device cpu"
+        )
     return device
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether the processor has bfloat16 instructions; others emulate them, which is several times slower."""
+    """Whether the processor has bfloat16 instructions; others emulate them, which is
+    several times slower.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
 
 
 class Processes(Accelerator):
@@ -58,7 +65,9 @@ class Processes(Accelerator):
         super().__init__(
             cpu=device == "cpu",
             device_placement=several,
-            project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2),
+            project_config=ProjectConfiguration(
+                str(folder), automatic_checkpoint_naming=True, total_limit=2
+            ),
         )
 
     @property
@@ -67,4 +76,6 @@ class Processes(Accelerator):
 
     def arithmetic(self, precision: str) -> Any:
         """A context of bfloat16 arithmetic if that is the precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )

@@ -75,10 +75,14 @@ def processor() -> str:
 def _commit() -> str | None:
     """The commit of a source checkout; None for an installed package."""
     here = Path(__file__).resolve().parents[2]
-    if not (here / ".git").exists():  # a checkout around an installed package is another project's
+    if not (
+        here / ".git"
+    ).exists():  # a checkout around an installed package is another project's
         return None
     try:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
+        run = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here
+        )
     except OSError:
         return None
     return run.stdout.strip() or None
@@ -128,11 +132,16 @@ def data_files(paths: Sequence[str | Path]) -> list[DataFile]:
     Raises:
         TrainingError: as expand.
     """
-    return [DataFile(name=file.name, size=file.stat().st_size) for file in expand(paths)]
+    return [
+        DataFile(name=file.name, size=file.stat().st_size) for file in expand(paths)
+    ]
 
 
-def trained_on(files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]) -> list[Path]:
-    """The files that heads were trained on, by name and size, or by path if these are not known.
+def trained_on(
+    files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]
+) -> list[Path]:
+    """The files that heads were trained on, by name and size, or by path if these are
+    not known.
 
     Args:
         files: to look up.
@@ -143,4 +152,6 @@ def trained_on(files: Sequence[Path], known: Sequence[DataFile], paths: Sequence
         sizes = {(file.name, file.size) for file in known}
         return [file for file in files if (file.name, file.stat().st_size) in sizes]
     places = {Path(path).resolve() for path in paths}
-    return [file for file in files if places & {file.resolve(), *file.resolve().parents}]
+    return [
+        file for file in files if places & {file.resolve(), *file.resolve().parents}
+    ]

@@ -31,7 +31,10 @@ def accepted_counts(right: torch.Tensor) -> Counts:
     Args:
         right: [rows, drafts] bool, whether each draft of a step is the target's choice.
     """
-    return {"accepted": right.long().cumprod(1).sum(0), "accepted_of": torch.tensor(len(right), device=right.device)}
+    return {
+        "accepted": right.long().cumprod(1).sum(0),
+        "accepted_of": torch.tensor(len(right), device=right.device),
+    }
 
 
 class Recipe(nn.Module, ABC):
@@ -39,7 +42,9 @@ class Recipe(nn.Module, ABC):
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__()
-        self.options, self.target = options, target  # options: the TrainingOptions of the kind
+        # options: the TrainingOptions of the kind
+        self.options = options
+        self.target = target
         self.cache: StatesCache | None = None  # set by the loop if states are cached
 
     def check(self) -> None:
@@ -51,10 +56,11 @@ class Recipe(nn.Module, ABC):
         return None
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
-        """Prepare from the data before a run's first step, or before it continues (nothing by default).
+        """Prepare from the data before a run's first step, or before it continues
+        (nothing by default).
 
-        Called after the cache is set and before groups(). If a run continues, its checkpoint
-        replaces the parameters afterwards.
+        Called after the cache is set and before groups(). If a run continues, its
+        checkpoint replaces the parameters afterwards.
         """
         return None
 
@@ -62,7 +68,9 @@ class Recipe(nn.Module, ABC):
 
     @property
     def reach(self) -> dict[str, int]:
-        """How many tokens of a response in a row each trained part needs to learn from them, by the part's name."""
+        """How many tokens of a response in a row each trained part needs to learn from
+        them, by the part's name.
+        """
         return {"the heads": 1}
 
     @property
@@ -71,14 +79,17 @@ class Recipe(nn.Module, ABC):
         return Reads()
 
     def states(self, batch: Batch) -> TargetStates:
-        """The target's states that `reads` names, for every token of the batch: from the cache if there is one.
+        """The target's states that `reads` names, for every token of the batch: from
+        the cache if there is one.
 
-        Cached states are rounded to bfloat16 and returned in the target's dtype; `top_log_probs` to float16.
+        Cached states are rounded to bfloat16 and returned in the target's dtype;
+        `top_log_probs` to float16.
         """
         return read_target(self.target, batch, self.reads, self.cache)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
-        """Rows to learn from: in training a share of the known ones, drawn anew each time, at least one.
+        """Rows to learn from: in training a share of the known ones, drawn anew each
+        time, at least one.
 
         Args:
             known: [rows] bool.
@@ -89,7 +100,11 @@ class Recipe(nn.Module, ABC):
         """
         rows = known.nonzero().squeeze(1)
         if self.training and share < 1:
-            rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
+            rows = rows[
+                torch.randperm(len(rows), device=rows.device)[
+                    : max(1, round(share * len(rows)))
+                ]
+            ]
         return rows
 
     def greedy_tokens(self, states: TargetStates, at: torch.Tensor) -> torch.Tensor:
@@ -97,22 +112,30 @@ class Recipe(nn.Module, ABC):
         if states.top_ids is not None:
             return states.top_ids[at, 0]
         target = self.target
-        return top_log_probs(states.final[at.flatten()], 1, target.unembedding, target.bias)[0].view(at.shape)
+        return top_log_probs(
+            states.final[at.flatten()], 1, target.unembedding, target.bias
+        )[0].view(at.shape)
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        """The loss to minimise (a mean over the tokens that count), and counts for summary().
+        """The loss to minimise (a mean over the tokens that count), and counts for
+        summary().
 
-        Outside of training the counts include accepted_counts. They are empty if no token counts.
+        Outside of training the counts include accepted_counts. They are empty if no
+        token counts.
         """
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         return self.loss(batch)
 
     def nothing(self) -> torch.Tensor:
-        """The loss of a batch in which no token counts: 0, with zero gradients for the parameters."""
+        """The loss of a batch in which no token counts: 0, with zero gradients for the
+        parameters.
+        """
         zero = torch.zeros((), device=self.target.device)
-        return sum(((p * 0.0).sum() for p in self.parameters() if p.requires_grad), zero)
+        return sum(
+            ((p * 0.0).sum() for p in self.parameters() if p.requires_grad), zero
+        )
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
@@ -120,7 +143,12 @@ class Recipe(nn.Module, ABC):
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """The optimiser's parameter groups; `peak` is each group's highest learning rate."""
-        return [{"params": [p for p in self.parameters() if p.requires_grad], "peak": learning_rate}]
+        return [
+            {
+                "params": [p for p in self.parameters() if p.requires_grad],
+                "peak": learning_rate,
+            }
+        ]
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         """Compute what is needed once before the folder is written (nothing by default)."""
@@ -128,7 +156,9 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def write(self, out: Path, provenance: str) -> None:
-        """Write the trained modules to a folder, and `provenance.json` last, as a mark that it is complete."""
+        """Write the trained modules to a folder, and `provenance.json` last, as a mark
+        that it is complete.
+        """
 
 
 class HeadsRecipe(Recipe):
@@ -140,10 +170,18 @@ class HeadsRecipe(Recipe):
         self.base = target.model if self.full else None
 
     def base_groups(self) -> list[dict[str, Any]]:
-        """The optimiser's group of a trained base model, for AdamW, since it has embeddings; else empty."""
+        """The optimiser's group of a trained base model, for AdamW, since it has
+        embeddings; else empty.
+        """
         if self.base is None:
             return []
-        return [{"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}]
+        return [
+            {
+                "params": list(self.base.parameters()),
+                "peak": self.options.base_learning_rate,
+                "muon": False,
+            }
+        ]
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         if self.full:
@@ -154,7 +192,8 @@ class HeadsRecipe(Recipe):
             self.config()
         except ValidationError as error:
             raise TrainingError(
-                f"no heads of this model can be written with these options: {first_problem(error)}"
+                "no heads of this model can be written with these options: "
+                f"{first_problem(error)}"
             ) from None
 
     @abstractmethod
@@ -167,7 +206,9 @@ class HeadsRecipe(Recipe):
 
     def write(self, out: Path, provenance: str) -> None:
         config = self.config()
-        config = config.model_copy(update={"verifier": stored_name(config.verifier, out)})
+        config = config.model_copy(
+            update={"verifier": stored_name(config.verifier, out)}
+        )
         save_heads(out, config, self.tensors())
         write_text(out / "provenance.json", provenance)
         write_card(out, config)

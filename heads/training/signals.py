@@ -25,7 +25,9 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that files and processes are closed."""
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that files and processes
+    are closed.
+    """
     with _handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
@@ -46,7 +48,9 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # Python has no handlers there
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python has no handlers there
         yield
         return
     previous = {number: signal.signal(number, handler) for number in numbers}

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of the frozen target's states on disk, computed when a window is first read and reused afterwards.
+"""A cache of the frozen target's states on disk, computed when a window is first read
+and reused afterwards.
 
-A recipe names in `reads` what it learns from, and gets it from `Recipe.states(batch)`, cached or not.
+A recipe names in `reads` what it learns from, and gets it from `Recipe.states(batch)`,
+cached or not.
 """
 
 from __future__ import annotations
@@ -30,25 +32,35 @@ class Reads(NamedTuple):
 
     exits: tuple[int, ...] = ()  # layer counts after which the normed state is needed
     stem: bool = False  # whether the last decoder layer's arguments are needed
-    top_k: int = 0  # number of likeliest next tokens whose log-probabilities are distilled
+    top_k: int = (
+        0  # number of likeliest next tokens whose log-probabilities are distilled
+    )
 
 
-def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None) -> TargetStates:
-    """The requested states of the target (TargetStates), from a cache of these reads or by one forward pass."""
+def read_target(
+    target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None
+) -> TargetStates:
+    """The requested states of the target (TargetStates), from a cache of these reads or
+    by one forward pass.
+    """
     if cache is not None and batch.windows:
         return cache.states(batch)
     states = target.run(batch, reads.exits, reads.stem)
     if reads.top_k:
-        states.top_ids, states.top_log_probs = top_log_probs(states.final, reads.top_k, target.unembedding, target.bias)
+        states.top_ids, states.top_log_probs = top_log_probs(
+            states.final, reads.top_k, target.unembedding, target.bias
+        )
     return states
 
 
 class StatesCache:
-    """A safetensors file for each window, in a folder named after target, tokens and length.
+    """A safetensors file for each window, in a folder named after target, tokens and
+    length.
 
-    A file has states [length, hidden] in bfloat16, those after a layer before the norm and the final
-    ones after it, and ids and log-probabilities [length, k] of the likeliest tokens. Kinds of heads
-    share a folder: tensors that a file lacks are computed by a pass of the target and added.
+    A file has states [length, hidden] in bfloat16, those after a layer before the norm
+    and the final ones after it, and ids and log-probabilities [length, k] of the
+    likeliest tokens. Kinds of heads share a folder: tensors that a file lacks are
+    computed by a pass of the target and added.
 
     Args:
         folder: of all caches.
@@ -61,30 +73,46 @@ class StatesCache:
         TrainingError: if that is too little, or the disk lacks room.
     """
 
-    def __init__(self, folder: Path, target: Target, store: TokenStore, reads: Reads, most_bytes: int) -> None:
-        self.target, self.reads = target, reads
+    def __init__(
+        self,
+        folder: Path,
+        target: Target,
+        store: TokenStore,
+        reads: Reads,
+        most_bytes: int,
+    ) -> None:
+        self.target = target
+        self.reads = reads
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
-        tokens = [hashlib.sha256(store.tokens[split].data).hexdigest() for split in SPLITS]
+        tokens = [
+            hashlib.sha256(store.tokens[split].data).hexdigest() for split in SPLITS
+        ]
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
         self._check_room(folder, store, most_bytes)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def states(self, batch: Batch) -> TargetStates:
-        """The states that `reads` names, for windows of the store's grid, as Target.run returns them.
+        """The states that `reads` names, for windows of the store's grid, as Target.run
+        returns them.
 
         Returns:
-            Final states and exits [rows, hidden] in the target's dtype and on the batch's device,
-            and top-k targets.
+            Final states and exits [rows, hidden] in the target's dtype and on the
+            batch's device, and top-k targets.
         """
-        target, reads = self.target, self.reads
+        target = self.target
+        reads = self.reads
         layers = {layer: f"layer-{layer}" for layer in self.layers}
-        top_ids, top_log = f"top-{reads.top_k}.ids", f"top-{reads.top_k}.log"
+        top_ids = f"top-{reads.top_k}.ids"
+        top_log = f"top-{reads.top_k}.log"
         needed = {"final", *layers.values()}
         if reads.top_k:
             needed |= {top_ids, top_log}
-        paths = [self.folder / f"{batch.split}-{window}.safetensors" for window in batch.windows]
+        paths = [
+            self.folder / f"{batch.split}-{window}.safetensors"
+            for window in batch.windows
+        ]
         stored = [load_file(path) if path.exists() else {} for path in paths]
         missing = [at for at, tensors in enumerate(stored) if needed - tensors.keys()]
         if missing:
@@ -107,7 +135,9 @@ class StatesCache:
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
             # Converted first: autocast to bfloat16 refuses to join float16.
-            return torch.cat([tensors[name].to(dtype) for tensors in stored]).to(batch.input_ids.device)
+            return torch.cat([tensors[name].to(dtype) for tensors in stored]).to(
+                batch.input_ids.device
+            )
 
         states = TargetStates(final=joined("final", target.dtype))
         with torch.no_grad():
@@ -125,19 +155,29 @@ class StatesCache:
     def _check_room(self, folder: Path, store: TokenStore, most_bytes: int) -> None:
         """Refuse a cache that would not fit, before the first window is computed."""
         windows = sum(store.num_windows(split) for split in SPLITS)
-        row = 2 * self.target.hidden_size * (1 + len(self.layers)) + 6 * self.reads.top_k
+        row = (
+            2 * self.target.hidden_size * (1 + len(self.layers)) + 6 * self.reads.top_k
+        )
         needed = windows * store.length * row
-        others = sum(path.stat().st_size for path in folder.glob("*/*") if path.parent != self.folder)
+        others = sum(
+            path.stat().st_size
+            for path in folder.glob("*/*")
+            if path.parent != self.folder
+        )
         if needed + others > most_bytes:
             raise TrainingError(
-                f"--states-cache needs {needed / GB:.2f} GB besides the {others / GB:.2f} GB of other "
-                f"data there, but --states-cache-gb allows {most_bytes / GB:g}; raise it, or delete "
-                f"old folders in {place(folder)}"
+                f"--states-cache needs {needed / GB:.2f} GB besides the "
+                f"{others / GB:.2f} GB of other data there, but --states-cache-gb "
+                f"allows {most_bytes / GB:g}; raise it, or delete old folders in "
+                f"{place(folder)}"
             )
-        there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
+        there = next(
+            path for path in (folder, *folder.resolve().parents) if path.is_dir()
+        )
         free = shutil.disk_usage(there).free
         if needed > free and not self.folder.exists():
             raise TrainingError(
-                f"--states-cache needs {needed / GB:.2f} GB, but the disk of {place(folder)} has "
-                f"{free / GB:.2f} GB free; give another folder, or leave the cache out"
+                f"--states-cache needs {needed / GB:.2f} GB, but the disk of "
+                f"{place(folder)} has {free / GB:.2f} GB free; give another folder, "
+                "or leave the cache out"
             )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of a training: a frozen causal LM of transformers, whose states are read where heads attach."""
+"""The target of a training: a frozen causal LM of transformers, whose states are read
+where heads attach.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,19 @@ class TargetStates:
     """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
     final: torch.Tensor  # after the final norm; the LM head's input
-    exits: dict[int, torch.Tensor] = field(default_factory=dict)  # after each number of layers and the final norm
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)  # after each number of layers, before the norm
-    top_ids: torch.Tensor | None = None  # [rows, k] int64: the target's likeliest next tokens
+    exits: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # after each number of layers and the final norm
+    layers: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # after each number of layers, before the norm
+    top_ids: torch.Tensor | None = (
+        None  # [rows, k] int64: the target's likeliest next tokens
+    )
     top_log_probs: torch.Tensor | None = None  # [rows, k] float32
-    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the last decoder layer
+    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = (
+        None  # arguments of the last decoder layer
+    )
 
 
 class Target:
@@ -46,7 +56,8 @@ class Target:
         trainable: keep gradients (the full recipes); otherwise the target is frozen.
 
     Raises:
-        TrainingError: if transformers cannot load it, or its layers, norm or LM head are not found.
+        TrainingError: if transformers cannot load it, or its layers, norm or LM head
+            are not found.
     """
 
     def __init__(
@@ -63,16 +74,24 @@ class Target:
         logging.disable_progress_bar()
 
         with loading(name):
-            self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        self.name, self.device, self.dtype = name, device, dtype
+        self.name = name
+        self.device = device
+        self.dtype = dtype
         model: torch.nn.Module = self.model
         model.to(device).eval().requires_grad_(trainable)
         self.trainable = trainable
         # Llama 4's base_model is the causal LM itself.
-        self.base: Any = self.model.model if self.model.base_model is model else self.model.base_model
+        self.base: Any = (
+            self.model.model
+            if self.model.base_model is model
+            else self.model.base_model
+        )
         self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
         self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
         self.has_sinks = any(hasattr(module, "sinks") for module in model.modules())
@@ -81,9 +100,13 @@ class Target:
         config = self.model.config.get_text_config()
         for cap in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, cap, None) not in (None, 1, 1.0):
-                raise TrainingError(f"model {name!r} changes its logits ({cap}), which heads do not support yet")
+                raise TrainingError(
+                    f"model {name!r} changes its logits ({cap}), which heads do not "
+                    "support yet"
+                )
         self.config = config
-        self.num_layers, self.hidden_size = len(self.layers), config.hidden_size
+        self.num_layers = len(self.layers)
+        self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_length = getattr(config, "max_position_embeddings", None)
 
@@ -102,7 +125,9 @@ class Target:
         return self.model.get_input_embeddings()(token_ids)
 
     def log_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """log p of one token a row [rows] by the LM head, from final states [rows, hidden]; it learns if trainable."""
+        """log p of one token a row [rows] by the LM head, from final states [rows,
+        hidden]; it learns if trainable.
+        """
         if not self.trainable:
             return token_log_probs(hidden, tokens, self.unembedding, self.bias)
         logits = self.model.get_output_embeddings()(hidden)
@@ -121,7 +146,9 @@ class Target:
         self.tokenizer.save_pretrained(folder)
         self.name = str(folder.resolve())
 
-    def run(self, batch: Batch, exits: Sequence[int] = (), stem: bool = False) -> TargetStates:
+    def run(
+        self, batch: Batch, exits: Sequence[int] = (), stem: bool = False
+    ) -> TargetStates:
         """One forward pass over packed windows, hidden states flattened to rows.
 
         Args:
@@ -131,20 +158,32 @@ class Target:
         """
         caught: dict[int, torch.Tensor] = {}
         states = TargetStates(final=torch.empty(0))
-        with ExitStack() as hooks, torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+        with (
+            ExitStack() as hooks,
+            torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
+        ):
             for layer in exits:
-                hooks.callback(self.layers[layer - 1].register_forward_hook(_catch(caught, layer)).remove)
+                hooks.callback(
+                    self.layers[layer - 1]
+                    .register_forward_hook(_catch(caught, layer))
+                    .remove
+                )
             if stem:
                 hooks.callback(self._keep_stem(states).remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
             states.final = output.last_hidden_state.flatten(0, 1)
             states.layers = {layer: caught[layer].flatten(0, 1) for layer in exits}
-            states.exits = {layer: self.norm(hidden) for layer, hidden in states.layers.items()}
+            states.exits = {
+                layer: self.norm(hidden) for layer, hidden in states.layers.items()
+            }
         return states
 
     @torch.no_grad()
-    def stem_call(self, batch: Batch, hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the last decoder layer's call, from the states before it; no layer runs.
+    def stem_call(
+        self, batch: Batch, hidden: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the last decoder layer's call, from the states before it; no
+        layer runs.
 
         Args:
             batch: the windows.
@@ -152,8 +191,9 @@ class Target:
         """
         states = TargetStates(final=torch.empty(0))
         with ExitStack() as undo:
-            # The model's forward pass makes masks and rotary embeddings. Its layers pass on these states instead of
-            # their input, as some families scale embeddings first (Granite).
+            # The model's forward pass makes masks and rotary embeddings. Its layers
+            # pass on these states instead of their input, as some families scale
+            # embeddings first (Granite).
             embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             for layer in self.layers:
                 layer.forward = lambda *_, **__: embeddings
@@ -165,9 +205,16 @@ class Target:
 
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""
-        places: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
-        if self.has_sinks:  # transformers ignores positions in gpt-oss's masks, so documents would see each other
-            places["attention_mask"] = packed_masks(self.config, batch.position_ids, self.dtype)
+        places: dict[str, Any] = {
+            "position_ids": batch.position_ids,
+            "use_cache": False,
+        }
+        # transformers ignores positions in gpt-oss's masks, so documents would see each
+        # other
+        if self.has_sinks:
+            places["attention_mask"] = packed_masks(
+                self.config, batch.position_ids, self.dtype
+            )
         return places
 
     def _keep_stem(self, states: TargetStates) -> Any:
@@ -177,7 +224,9 @@ class Target:
         return self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
 
     def digest(self) -> str:
-        """A hash of what states depend on: names, shapes, dtypes and sampled values of all parameters."""
+        """A hash of what states depend on: names, shapes, dtypes and sampled values of
+        all parameters.
+        """
         digest = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
@@ -209,14 +258,22 @@ class Target:
         return Path(snapshot_download(self.name, local_files_only=True))
 
 
-def packed_masks(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Attention masks of packed documents [windows, length], by kind of layer if the family has two kinds.
+def packed_masks(
+    config: Any, position_ids: torch.Tensor, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Attention masks of packed documents [windows, length], by kind of layer if the
+    family has two kinds.
 
     transformers recognises documents by their position ids, which restart at zero.
     """
-    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+    from transformers.masking_utils import (
+        create_causal_mask,
+        create_sliding_window_causal_mask,
+    )
 
-    shaped = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)
+    shaped = torch.empty(
+        *position_ids.shape, 1, dtype=dtype, device=position_ids.device
+    )
     settings: dict[str, Any] = {
         "config": config,
         "inputs_embeds": shaped,
@@ -234,7 +291,10 @@ def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:
     for name in names:
         if hasattr(base, name):
             return getattr(base, name)
-    raise TrainingError(f"model {model!r} ({type(base).__name__}) has none of {', '.join(names)}; heads need it")
+    raise TrainingError(
+        f"model {model!r} ({type(base).__name__}) has none of {', '.join(names)}; "
+        "heads need it"
+    )
 
 
 def _catch(caught: dict[int, torch.Tensor], layer: int) -> Any:

@@ -24,7 +24,27 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_calls_of_a_step_are_counted_by_kind() -> None:
     """Copies that do not wait are copies; what ran beyond the launches was in graphs."""
-    calls = Counter({"cudaLaunchKernel": 30, "cuLaunchKernelEx": 12, "cudaGraphLaunch": 4, "cudaEventSynchronize": 2})
-    calls += Counter({"cudaMemcpy": 1, "cudaMemcpyAsync": 9, "cudaStreamSynchronize": 2, "_rejection_kernel": 90})
+    calls = Counter(
+        {
+            "cudaLaunchKernel": 30,
+            "cuLaunchKernelEx": 12,
+            "cudaGraphLaunch": 4,
+            "cudaEventSynchronize": 2,
+        }
+    )
+    calls += Counter(
+        {
+            "cudaMemcpy": 1,
+            "cudaMemcpyAsync": 9,
+            "cudaStreamSynchronize": 2,
+            "_rejection_kernel": 90,
+        }
+    )
     calls += Counter({"aten::mm": 70, "cudaMemsetAsync": 3})
-    assert by_kind(calls) == {"launches": 42, "copies": 9, "graphs": 4, "nodes": 39, "waits": 5}
+    assert by_kind(calls) == {
+        "launches": 42,
+        "copies": 9,
+        "graphs": 4,
+        "nodes": 39,
+        "waits": 5,
+    }

@@ -7,12 +7,23 @@ import pytest
 from conftest import cells_of
 
 from vllm_ppd.benchmarks import BASE
-from vllm_ppd.benchmarks.report import RESULTS, acceptance_table, category_table, section, speed_table, speed_up
+from vllm_ppd.benchmarks.report import (
+    RESULTS,
+    acceptance_table,
+    category_table,
+    section,
+    speed_table,
+    speed_up,
+)
 
 
 def run_of(*turns: dict[str, Any], temperature: float = 0.0) -> dict[str, Any]:
     names = dict.fromkeys(turn["contender"] for turn in turns)
-    return {"options": {"temperature": temperature}, "contenders": names, "turns": list(turns)}
+    return {
+        "options": {"temperature": temperature},
+        "contenders": names,
+        "turns": list(turns),
+    }
 
 
 def timed(name: str, number: int, tokens: int, seconds: float) -> dict[str, Any]:
@@ -32,8 +43,15 @@ def timed(name: str, number: int, tokens: int, seconds: float) -> dict[str, Any]
 
 
 def test_ratios_are_paired_by_round() -> None:
-    """The machine is twice as slow in round 1; the ratio does not change, the tokens per second do."""
-    run = run_of(timed(BASE, 0, 20, 1.0), timed(BASE, 1, 20, 2.0), timed("a", 0, 30, 1.0), timed("a", 1, 30, 2.0))
+    """The machine is twice as slow in round 1; the ratio does not change, the tokens
+    per second do.
+    """
+    run = run_of(
+        timed(BASE, 0, 20, 1.0),
+        timed(BASE, 1, 20, 2.0),
+        timed("a", 0, 30, 1.0),
+        timed("a", 1, 30, 2.0),
+    )
     assert speed_up(run, "a", 2) == pytest.approx((1.5, 1.5, 1.5))
     assert speed_up(run, "a", 4) is None
     header, base, ours = cells_of(speed_table(run))
@@ -46,10 +64,15 @@ def test_an_interval_covers_the_rounds() -> None:
     turns = [timed(BASE, number, 10, 1.0) for number in range(5)]
     turns += [timed("a", number, 10 + number, 1.0) for number in range(5)]
     estimate = speed_up(run_of(*turns), "a", 2)
-    assert estimate is not None and 1.0 <= estimate.low < estimate.value == 1.2 < estimate.high <= 1.4
+    assert (
+        estimate is not None
+        and 1.0 <= estimate.low < estimate.value == 1.2 < estimate.high <= 1.4
+    )
 
 
-def part(name: str, number: int, category: str, accepted: int, differ: list[int]) -> dict[str, Any]:
+def part(
+    name: str, number: int, category: str, accepted: int, differ: list[int]
+) -> dict[str, Any]:
     return {
         "contender": name,
         "part": number,
@@ -66,13 +89,24 @@ def part(name: str, number: int, category: str, accepted: int, differ: list[int]
 
 def test_acceptance_by_system_and_category() -> None:
     run = run_of(part("a", 0, "qa", 4, []), part("a", 1, "code", 6, [1]))
-    assert cells_of(acceptance_table(run))[1] == ["a", "3 of 4", "0.50 (0.40 to 0.60)", "0.50", "2.00"]
-    assert cells_of(category_table(run)) == [["accepted", "code", "qa"], ["a", "0.60", "0.40"]]
+    assert cells_of(acceptance_table(run))[1] == [
+        "a",
+        "3 of 4",
+        "0.50 (0.40 to 0.60)",
+        "0.50",
+        "2.00",
+    ]
+    assert cells_of(category_table(run)) == [
+        ["accepted", "code", "qa"],
+        ["a", "0.60", "0.40"],
+    ]
     run["options"]["temperature"] = 0.8
     assert "same text" not in acceptance_table(run)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem
+)
 def test_stored_results_are_readable(path: Any) -> None:
     text = section(path)
     assert text.startswith("## ") and "commit " in text

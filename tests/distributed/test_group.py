@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker group over two pipeline stages says what one rank says without speculation, token for token."""
+"""A worker group over two pipeline stages says what one rank says without speculation,
+token for token.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,15 +21,28 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one candidate": {"method": "ppd"},
-    # The first stage in two stacks: candidates run through two layers, the rest waits for the target's choice.
-    "candidates": {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5},
-    "late": {
-        "method": "ppd", "candidates": 8, "exit_layer": 5, "num_speculative_tokens": 1, "disable_by_batch_size": 16,
+    # The first stage in two stacks: candidates run through two layers, the rest waits
+    # for the target's choice.
+    "candidates": {
+        "method": "ppd",
+        "candidates": 3,
+        "exit_layer": 4,
+        "num_speculative_tokens": 5,
     },
-}  # fmt: skip
+    "late": {
+        "method": "ppd",
+        "candidates": 8,
+        "exit_layer": 5,
+        "num_speculative_tokens": 1,
+        "disable_by_batch_size": 16,
+    },
+}
 
-# Structured output and logprobs: test_prompts_of_one_token_join and test_logprobs_of_some_tokens.
-QUICK = {("candidates", case) for case in ("batch_1", "batch_16", "arrivals_and_aborts")}
+# Structured output and logprobs: test_prompts_of_one_token_join and
+# test_logprobs_of_some_tokens.
+QUICK = {
+    ("candidates", case) for case in ("batch_1", "batch_16", "arrivals_and_aborts")
+}
 
 # Prompts that are read in one chunk: all of them start to decode at once.
 SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
@@ -35,13 +50,19 @@ SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
 
 @pytest.fixture(scope="module")
 def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
-    """group(speculative_config, **settings): an engine of two stages; the same arguments give the same engine."""
+    """group(speculative_config, **settings): an engine of two stages; the same
+    arguments give the same engine.
+    """
     started: dict[str, Any] = {}
 
-    def get(options: dict[str, Any] | None, family: str = "llama", **settings: Any) -> Any:
+    def get(
+        options: dict[str, Any] | None, family: str = "llama", **settings: Any
+    ) -> Any:
         key = repr((options, family, sorted(settings.items())))
         if key not in started:
-            started[key] = start_engine(tiny_model(family), options, pipeline_parallel_size=2, **settings)
+            started[key] = start_engine(
+                tiny_model(family), options, pipeline_parallel_size=2, **settings
+            )
         return started[key]
 
     yield get
@@ -57,49 +78,72 @@ def plain(tiny_model: Factory) -> Factory:
     def get(model: Path | None = None, **settings: Any) -> Any:
         key = repr((model, sorted(settings.items())))
         if key not in started:
-            started[key] = start_engine(model or tiny_model(), None, on_v2=True, **settings)
+            started[key] = start_engine(
+                model or tiny_model(), None, on_v2=True, **settings
+            )
         return started[key]
 
     return get
 
 
-@pytest.mark.parametrize(("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES)))
+@pytest.mark.parametrize(
+    ("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES))
+)
 def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> None:
     assert CASES[case](group(VARIANTS[name])) == alone(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["batch_1", "batch_16"])
-def test_same_tokens_as_stages_without_speculation(engine: Factory, group: Factory, case: str) -> None:
+def test_same_tokens_as_stages_without_speculation(
+    engine: Factory, group: Factory, case: str
+) -> None:
     """vLLM's own pipeline of the same split, which an eager CPU engine of 0.32 cannot start."""
     compiled = {"enforce_eager": False}
-    assert CASES[case](group(VARIANTS["one candidate"], **compiled)) == CASES[case](group(None, **compiled))
+    assert CASES[case](group(VARIANTS["one candidate"], **compiled)) == CASES[case](
+        group(None, **compiled)
+    )
 
 
 def test_group_works_in_small_batches_alone(group: Factory) -> None:
-    """The suite above would pass without a micro-step: hits and misses of every kind must have been seen."""
+    """The suite above would pass without a micro-step: hits and misses of every kind
+    must have been seen.
+    """
     llm = group(VARIANTS["candidates"])
-    generate(llm, prompts(1), greedy())  # what a step's last frame was too early for comes with the next step
+    generate(
+        llm, prompts(1), greedy()
+    )  # what a step's last frame was too early for comes with the next step
     with counting(llm) as seen:
         generate(llm, prompts(1), greedy())
-    hits, misses = seen["group_hits"], seen["group_misses"]
-    # Every token but the prompt's comes from a micro-step, and the last of them needs no candidates.
+    hits = seen["group_hits"]
+    misses = seen["group_misses"]
+    # Every token but the prompt's comes from a micro-step, and the last of them needs
+    # no candidates.
     assert seen["group_micro_steps"] == seen["group_tokens"] == 39
     assert hits + misses == 38 and min(hits, misses) > 3
-    assert (seen["group_candidates"], seen["group_candidates_discarded"]) == (3 * 38, 3 * 38 - hits)
-    # Of six layers: two of each candidate, and all of each token but for the two that its candidate has done.
+    assert (seen["group_candidates"], seen["group_candidates_discarded"]) == (
+        3 * 38,
+        3 * 38 - hits,
+    )
+    # Of six layers: two of each candidate, and all of each token but for the two that
+    # its candidate has done.
     assert seen["group_first_stage_layers"] == 2 * 3 * 38 + 4 * 39 - 2 * hits
     assert seen["group_last_stage_layers"] == 2 * 39
     assert seen["accepted"] + seen["drafts"] == 39
-    # Nine requests are more than the cut-off of eight; they start and end together, so it is never undercut.
+    # Nine requests are more than the cut-off of eight; they start and end together, so
+    # it is never undercut.
     for requests in (SHORT, SHORT[:8]):
         with counting(llm) as seen:
             generate(llm, requests, greedy(12))
-        grown = [seen[f"group_{name}"] > 0 for name in ("micro_steps", "hits", "misses")]
+        grown = [
+            seen[f"group_{name}"] > 0 for name in ("micro_steps", "hits", "misses")
+        ]
         assert grown == [len(requests) <= 8] * 3
 
 
-def test_seeded_requests_draw_as_without_speculation(plain: Factory, group: Factory) -> None:
+def test_seeded_requests_draw_as_without_speculation(
+    plain: Factory, group: Factory
+) -> None:
     """A token is drawn once, by vLLM's sampler at its position: with a seed nothing differs."""
     sampling = {"max_tokens": 30, "ignore_eos": True}
     limits: list[dict[str, Any]] = [
@@ -110,8 +154,12 @@ def test_seeded_requests_draw_as_without_speculation(plain: Factory, group: Fact
         {"allowed_token_ids": list(range(2, 200))},
         {},
     ]
-    params = [SamplingParams(temperature=0.8, seed=i, **sampling, **limit) for i, limit in enumerate(limits)]
-    # Prompts that are read in chunks as well, whose tokens are drawn at the same positions.
+    params = [
+        SamplingParams(temperature=0.8, seed=i, **sampling, **limit)
+        for i, limit in enumerate(limits)
+    ]
+    # Prompts that are read in chunks as well, whose tokens are drawn at the same
+    # positions.
     requests = [*SHORT[:4], *prompts(2, 150)]
     expected = generate(plain(max_num_batched_tokens=512), requests, params)
     llm = group(VARIANTS["candidates"])
@@ -128,7 +176,11 @@ def test_output_with_a_seed_is_vllms_through_preemptions(plain: Factory) -> None
     try:
         with counting(llm) as seen:
             preempted.check(preempted.outputs(llm), alone["alone"])
-        assert seen["group_hits"] > 0 and seen["group_misses"] > 0 and seen["preempted"] > 6
+        assert (
+            seen["group_hits"] > 0
+            and seen["group_misses"] > 0
+            and seen["preempted"] > 6
+        )
     finally:
         end_workers(llm)
 
@@ -140,26 +192,40 @@ THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
 
 
 BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
-BLOCKS = 28  # enough for ten requests of two blocks and one of four, and too few for the batch that is preempted
+# enough for ten requests of two blocks and one of four, and too few for the batch that
+# is preempted
+BLOCKS = 28
 
 
 def _with_prefix_cache(plain: Factory, group: Factory) -> tuple[Any, Any]:
-    """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends.
+    """One rank alone and a group, both of which keep prefixes and know where a thought
+    begins and ends.
 
     Their KV caches are small; the first stage has four of the six layers.
     """
-    settings: dict[str, Any] = {"enable_prefix_caching": True, "reasoning_config": THOUGHT}
+    settings: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "reasoning_config": THOUGHT,
+    }
     return (
         plain(kv_cache_memory_bytes=BLOCKS * 6 * BLOCK, **settings),
-        group(VARIANTS["candidates"], kv_cache_memory_bytes=BLOCKS * 4 * BLOCK, **settings),
+        group(
+            VARIANTS["candidates"], kv_cache_memory_bytes=BLOCKS * 4 * BLOCK, **settings
+        ),
     )
 
 
 def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
     """Prompts with one token to compute that join requests which have decoded for some steps."""
     generate(llm, [REPEATED], greedy(2))
-    arrivals = {0: [(request, greedy(60)) for request in SHORT[:running]], 4: [(REPEATED, params), (SINGLE, params)]}
-    engine, finished, added, step = llm.llm_engine, {}, 0, 0
+    arrivals = {
+        0: [(request, greedy(60)) for request in SHORT[:running]],
+        4: [(REPEATED, params), (SINGLE, params)],
+    }
+    engine = llm.llm_engine
+    finished = {}
+    added = 0
+    step = 0
     while step <= max(arrivals) or engine.has_unfinished_requests():
         for request, settings in arrivals.get(step, ()):
             engine.add_request(f"joined-{added}", request, settings)
@@ -175,13 +241,21 @@ def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
     ("running", "params"),
     [
         (3, greedy(repetition_penalty=1.3)),
-        (3, greedy(ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA))),
+        (
+            3,
+            greedy(
+                ignore_eos=False,
+                structured_outputs=StructuredOutputsParams(json=SCHEMA),
+            ),
+        ),
         (3, greedy(logprobs=2)),
         (9, greedy()),
     ],
     ids=["penalties", "structured output", "logprobs", "above the cut-off"],
 )
-def test_prompts_of_a_single_token_join(plain: Factory, group: Factory, running: int, params: SamplingParams) -> None:
+def test_prompts_of_a_single_token_join(
+    plain: Factory, group: Factory, running: int, params: SamplingParams
+) -> None:
     """vLLM would pad such prompts with drafts, which are none of the group's."""
     alone, stages = _with_prefix_cache(plain, group)
     with counting(stages) as seen:
@@ -194,10 +268,16 @@ def test_logprobs_of_some_tokens(plain: Factory, group: Factory) -> None:
     params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
     results = []
     for llm in _with_prefix_cache(plain, group):
-        free, asked = (output.outputs[0] for output in llm.generate(SHORT[:2], params, use_tqdm=False))
+        free, asked = (
+            output.outputs[0]
+            for output in llm.generate(SHORT[:2], params, use_tqdm=False)
+        )
         assert free.logprobs is None and len(asked.logprobs) == 20
         assert all({5, 9} <= set(at) for at in asked.logprobs)
-        logprobs = [sorted((token, round(entry.logprob, 3)) for token, entry in at.items()) for at in asked.logprobs]
+        logprobs = [
+            sorted((token, round(entry.logprob, 3)) for token, entry in at.items())
+            for at in asked.logprobs
+        ]
         results.append((list(free.token_ids), list(asked.token_ids), logprobs))
     assert results[1] == results[0]
 
@@ -205,23 +285,32 @@ def test_logprobs_of_some_tokens(plain: Factory, group: Factory) -> None:
 def test_thinking_budget(plain: Factory, group: Factory) -> None:
     """Where a budget is spent the end of the thought is forced, in that request and in no other."""
     alone, stages = _with_prefix_cache(plain, group)
-    start, end = (alone.get_tokenizer().encode(text, add_special_tokens=False) for text in ("<t>", "</t>"))
+    start, end = (
+        alone.get_tokenizer().encode(text, add_special_tokens=False)
+        for text in ("<t>", "</t>")
+    )
     requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
     params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
     got = generate(stages, requests, params)
     assert got == generate(alone, requests, params)
-    ended = [any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got]
+    ended = [
+        any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got
+    ]
     assert ended == [False, False, False, True, False]
 
 
 def test_prefix_cache_hits(plain: Factory, group: Factory) -> None:
     """What the group wrote is good for later requests, emitted tokens included."""
-    expected, answers = (after_a_prefix(llm, 5) for llm in _with_prefix_cache(plain, group))
+    expected, answers = (
+        after_a_prefix(llm, 5) for llm in _with_prefix_cache(plain, group)
+    )
     assert answers == expected
 
 
 def test_preemption(plain: Factory, group: Factory) -> None:
-    """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, candidates and all."""
+    """A KV cache too small for the batch: requests are evicted in mid-decode and
+    resumed, candidates and all.
+    """
     outputs = []
     for llm in _with_prefix_cache(plain, group):
         outputs.append(generate(llm, prompts(8, 90), greedy(100)))
@@ -229,17 +318,26 @@ def test_preemption(plain: Factory, group: Factory) -> None:
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.parametrize("family", full_but({"gemma3"}, ["gemma3", "qwen2", "qwen3", "mistral", "phi3"]))
+@pytest.mark.parametrize(
+    "family", full_but({"gemma3"}, ["gemma3", "qwen2", "qwen3", "mistral", "phi3"])
+)
 def test_families(engine: Factory, group: Factory, family: str) -> None:
-    """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its norms are of another kind."""
-    expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())
+    """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its
+    norms are of another kind.
+    """
+    expected = (
+        CASES["batch_1"](engine(family=family)),
+        generate(engine(family=family), prompts(6), greedy()),
+    )
     llm = group({"method": "ppd", "candidates": 3, "exit_layer": 4}, family=family)
     with counting(llm) as seen:
         assert (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())) == expected
     assert seen["group_hits"] > 0
 
 
-def test_heads_on_the_first_stage(alone: Factory, group: Factory, fitted_heads: Factory) -> None:
+def test_heads_on_the_first_stage(
+    alone: Factory, group: Factory, fitted_heads: Factory
+) -> None:
     """Trained heads are right more often than the bare exit."""
     rates = []
     for heads in ({}, {"model": fitted_heads("early", head="classifier")}):
@@ -252,7 +350,9 @@ def test_heads_on_the_first_stage(alone: Factory, group: Factory, fitted_heads: 
 
 @pytest.mark.full
 def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
-    """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to the rank of its own number."""
+    """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to
+    the rank of its own number.
+    """
     llm = group(VARIANTS["candidates"], tensor_parallel_size=2)
     with counting(llm) as seen:
         assert [CASES[case](llm) for case in ("batch_1", "arrivals_and_aborts")] == [
@@ -261,14 +361,18 @@ def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
     assert seen["group_hits"] > 0
 
 
-def test_weights_that_change_reach_both_stages(tiny_model: Factory, engine: Factory, made_once: Factory) -> None:
+def test_weights_that_change_reach_both_stages(
+    tiny_model: Factory, engine: Factory, made_once: Factory
+) -> None:
     """The first stage reads candidates by its copy of the last one's norm and LM head."""
     requests = prompts(4)
     other = made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
     llm = start_engine(tiny_model(), VARIANTS["late"], pipeline_parallel_size=2)
     alone = start_engine(other, None)
     try:
-        assert generate(llm, requests, greedy()) == generate(engine(), requests, greedy())
+        assert generate(llm, requests, greedy()) == generate(
+            engine(), requests, greedy()
+        )
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
         with counting(llm) as seen:
             said = generate(llm, requests, greedy())

@@ -36,26 +36,49 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    "stage", ["Worker_PP0", pytest.param("Worker_PP1", marks=pytest.mark.full)], ids=["first", "last"]
+    "stage",
+    ["Worker_PP0", pytest.param("Worker_PP1", marks=pytest.mark.full)],
+    ids=["first", "last"],
 )
-def test_a_stage_that_dies_ends_the_server(tiny_model: Factory, tmp_path: Path, stage: str) -> None:
-    """Killed in mid-decode: an error to the client, the end of every process, nothing left in shared memory."""
+def test_a_stage_that_dies_ends_the_server(
+    tiny_model: Factory, tmp_path: Path, stage: str
+) -> None:
+    """Killed in mid-decode: an error to the client, the end of every process, nothing
+    left in shared memory.
+    """
     server = Server(
-        tiny_model(), tmp_path / "log", "--speculative-model", "ppd", "--pipeline-parallel-size", "2",
-        "--ppd-candidates", "2", "--max-num-seqs", "8",
-    )  # fmt: skip
+        tiny_model(),
+        tmp_path / "log",
+        "--speculative-model",
+        "ppd",
+        "--pipeline-parallel-size",
+        "2",
+        "--ppd-candidates",
+        "2",
+        "--max-num-seqs",
+        "8",
+    )
     try:
         log = server.log.read_text()
-        assert "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates" in log
+        assert (
+            "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates" in log
+        )
         assert server.complete().json()["usage"]["completion_tokens"] == 24
         metrics = server.metrics()
         assert metrics["ppd:group_micro_steps_total"] == 23
         assert metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"] == 22
         assert metrics["ppd:group_candidates_total"] == 44
-        assert metrics["ppd:group_candidates_discarded_total"] == 44 - metrics["ppd:group_hits_total"]
+        assert (
+            metrics["ppd:group_candidates_discarded_total"]
+            == 44 - metrics["ppd:group_hits_total"]
+        )
         root = psutil.Process(server.process.pid)
         members = [root, *root.children(recursive=True)]
-        (worker,) = [member for member in members if stage in " ".join([member.name(), *member.cmdline()])]
+        (worker,) = [
+            member
+            for member in members
+            if stage in " ".join([member.name(), *member.cmdline()])
+        ]
         answers: list[Any] = []
         client = threading.Thread(target=_ask, args=(server, answers))
         client.start()
@@ -71,7 +94,10 @@ def test_a_stage_that_dies_ends_the_server(tiny_model: Factory, tmp_path: Path, 
         while alive := [member for member in members if is_alive(member)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.2)
-        assert "EngineDeadError" in server.log.read_text() or "died unexpectedly" in server.log.read_text()
+        assert (
+            "EngineDeadError" in server.log.read_text()
+            or "died unexpectedly" in server.log.read_text()
+        )
         assert not [path for path in held if path.exists()]
     finally:
         server.stop()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of tool calls, reasoning, grammars and thinking budgets do not depend on drafts; most are accepted."""
+"""Streams of tool calls, reasoning, grammars and thinking budgets do not depend on
+drafts; most are accepted.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +14,10 @@ from server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 DRAFTS = 7
-ARGUMENTS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
 SCHEMA = {
     "type": "object",
@@ -24,15 +29,29 @@ JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEM
 
 
 @pytest.fixture(scope="module")
-def server(made_once: Factory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    made_once: Factory, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     folder = made_once("memorized", lambda folder: memorized.make(folder, DRAFTS))
     thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
     running = Server(
         folder / "model",
         tmp_path_factory.mktemp("server") / "log",
-        *("--speculative-model", str(folder / "heads"), "--spec-tokens", str(DRAFTS), "--ppd-adaptive", "false"),
+        *(
+            "--speculative-model",
+            str(folder / "heads"),
+            "--spec-tokens",
+            str(DRAFTS),
+            "--ppd-adaptive",
+            "false",
+        ),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-        *("--reasoning-parser", "deepseek_r1", "--reasoning-config", json.dumps(thinking)),
+        *(
+            "--reasoning-parser",
+            "deepseek_r1",
+            "--reasoning-config",
+            json.dumps(thinking),
+        ),
         *("--max-model-len", "512"),
     )
     yield running
@@ -48,7 +67,13 @@ def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
         "max_tokens": 160,
     }
     request |= {"stream": True, "stream_options": {"include_usage": True}, **body}
-    answer: dict[str, Any] = {"reasoning": "", "content": "", "calls": {}, "finish": None, "usage": None}
+    answer: dict[str, Any] = {
+        "reasoning": "",
+        "content": "",
+        "calls": {},
+        "finish": None,
+        "usage": None,
+    }
     with server.http.stream("POST", "/v1/chat/completions", json=request) as stream:
         assert stream.status_code == 200
         for line in stream.iter_lines():
@@ -62,13 +87,17 @@ def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
                 answer["content"] += delta.get("content") or ""
                 answer["finish"] = choice["finish_reason"] or answer["finish"]
                 for call in delta.get("tool_calls") or ():
-                    made = answer["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+                    made = answer["calls"].setdefault(
+                        call["index"], {"name": "", "arguments": ""}
+                    )
                     for part in made:
                         made[part] += call["function"].get(part) or ""
     return answer
 
 
-def with_and_without_drafts(server: Server, said: str, **body: Any) -> tuple[dict[str, Any], float]:
+def with_and_without_drafts(
+    server: Server, said: str, **body: Any
+) -> tuple[dict[str, Any], float]:
     """A streamed answer, the same with and without drafts, and accepted drafts a step."""
     expected = streamed(server, said, vllm_xargs={"ppd_draft": False}, **body)
     before = server.metrics()
@@ -77,7 +106,10 @@ def with_and_without_drafts(server: Server, said: str, **body: Any) -> tuple[dic
     assert answer == expected
     drafts, accepted = (
         after[name] - before[name]
-        for name in ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+        for name in (
+            "vllm:spec_decode_num_drafts_total",
+            "vllm:spec_decode_num_accepted_tokens_total",
+        )
     )
     return answer, accepted / drafts
 
@@ -89,7 +121,9 @@ def with_and_without_drafts(server: Server, said: str, **body: Any) -> tuple[dic
         ("both", [{"city": "Rome"}, {"city": "Oslo"}]),
     ],
 )
-def test_tool_calls_after_reasoning(server: Server, said: str, calls: list[dict[str, Any]]) -> None:
+def test_tool_calls_after_reasoning(
+    server: Server, said: str, calls: list[dict[str, Any]]
+) -> None:
     answer, accepted = with_and_without_drafts(server, said, tools=TOOLS)
     assert [json.loads(call["arguments"]) for call in answer["calls"].values()] == calls
     assert {call["name"] for call in answer["calls"].values()} == {"weather"}
@@ -112,12 +146,18 @@ def test_a_grammar_holds_after_the_reasoning(server: Server) -> None:
     assert accepted > DRAFTS / 2
 
 
-@pytest.mark.parametrize("grammar", [{}, {"response_format": JSON}], ids=["text", "grammar"])
-def test_a_thinking_budget_ends_within_drafts(server: Server, grammar: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "grammar", [{}, {"response_format": JSON}], ids=["text", "grammar"]
+)
+def test_a_thinking_budget_ends_within_drafts(
+    server: Server, grammar: dict[str, Any]
+) -> None:
     """At every place among the drafts of a step."""
     lengths = []
     for budget in range(3, 3 + DRAFTS + 1):
-        answer, _ = with_and_without_drafts(server, "number", thinking_token_budget=budget, **grammar)
+        answer, _ = with_and_without_drafts(
+            server, "number", thinking_token_budget=budget, **grammar
+        )
         lengths.append(len(answer["reasoning"]))
         assert "count them all first".startswith(answer["reasoning"])
         if grammar and answer["finish"] == "stop":

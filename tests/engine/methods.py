@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A method each that starts from saved states, that drafts from a hidden state, and that adds layers with KV."""
+"""A method each that starts from saved states, that drafts from a hidden state, and
+that adds layers with KV.
+"""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs without CUDA: what drafting computes is recorded once a batch size, and computed again from there.
+"""CUDA graphs without CUDA: what drafting computes is recorded once a batch size, and
+computed again from there.
 
-As in a graph, a replay runs no Python of ours or of vLLM: the same operations and kernels read and write the same
-memory, and whatever the host decided at the recording stays decided.
+As in a graph, a replay runs no Python of ours or of vLLM: the same operations and
+kernels read and write the same memory, and whatever the host decided at the recording
+stays decided.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,13 +20,17 @@ from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 SIZES = (1, 2, 4)  # requests
-# The CPU's attention divides its work by the lengths, in a tensor whose size follows them; a GPU's does so in place.
+# The CPU's attention divides its work by the lengths, in a tensor whose size follows
+# them; a GPU's does so in place.
 PLANNER = "get_scheduler_metadata"
 
 
 @contextmanager
-def launches_apart(record: Callable[[Callable[[], Any]], None] | None = None) -> Iterator[None]:
-    """Within, a kernel is one step: what it does inside is no operation of the host, as on a GPU.
+def launches_apart(
+    record: Callable[[Callable[[], Any]], None] | None = None,
+) -> Iterator[None]:
+    """Within, a kernel is one step: what it does inside is no operation of the host, as
+    on a GPU.
 
     Args:
         record: is given each launch, to be called again.
@@ -60,13 +66,21 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], Any]] = []
-        self.plans: dict[int, torch.Tensor] = {}  # by what stood in its place at the recording
+        self.plans: dict[
+            int, torch.Tensor
+        ] = {}  # by what stood in its place at the recording
         self.kept: list[torch.Tensor] = []  # which no other tensor may be taken for
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         outputs = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ == PLANNER:
-            self.calls.append(lambda: self.plans.update({id(outputs): function(*args, **(kwargs or {}))}))
+            self.calls.append(
+                lambda: self.plans.update(
+                    {id(outputs): function(*args, **(kwargs or {}))}
+                )
+            )
             self.kept.append(outputs)
             return outputs
 
@@ -105,19 +119,25 @@ class Replayed:
     """In place of a speculator's graphs of one kind of drafting."""
 
     def __init__(self, speculator: Any, kind: Any) -> None:
-        self.speculator, self.kind, self.replays = speculator, kind, 0
+        self.speculator = speculator
+        self.kind = kind
+        self.replays = 0
         self.recorded: dict[int, Recording] = {}
 
     def dispatch(self, num_reqs: int, *_: Any) -> BatchExecutionDescriptor:
         size = next(size for size in SIZES if size >= num_reqs)
-        return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size)
+        return BatchExecutionDescriptor(
+            CUDAGraphMode.FULL, num_tokens=size, num_reqs=size
+        )
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
         self.recorded[desc.num_tokens].replay()
         self.replays += 1
 
     def capture(self) -> None:
-        """Record a draft of every size, as before a server takes requests: its rows are nobody's."""
+        """Record a draft of every size, as before a server takes requests: its rows are
+        nobody's.
+        """
         for size in SIZES:
             work = self.speculator._captured(self.kind)(self.dispatch(size), False)
             with torch.inference_mode(), Recording() as recording:

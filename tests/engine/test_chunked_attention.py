@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting with chunked local attention (Llama 4): shallow passes attend to the right chunk."""
+"""Early drafting with chunked local attention (Llama 4): shallow passes attend to the
+right chunk.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,23 @@ CHUNK = 32  # a multiple of the CPU's block size
 
 @pytest.fixture(scope="module")
 def llama4(made_once: Factory) -> Path:
-    """Without mixtures of experts, whose parallel group must be there before an engine of a dense model starts."""
-    sizes: dict[str, Any] = {"attention_chunk_size": CHUNK, "interleave_moe_layer_step": 99, "moe_layers": []}
-    return made_once("llama4-chunked", lambda folder: tiny.make_model(folder, "llama4", **sizes))
+    """Without mixtures of experts, whose parallel group must be there before an engine
+    of a dense model starts.
+    """
+    sizes: dict[str, Any] = {
+        "attention_chunk_size": CHUNK,
+        "interleave_moe_layer_step": 99,
+        "moe_layers": [],
+    }
+    return made_once(
+        "llama4-chunked", lambda folder: tiny.make_model(folder, "llama4", **sizes)
+    )
 
 
 def update(builder: Any, metadata: Any) -> None:
-    """Divide the work by the sequence lengths that a shallow pass has written, as a GPU's backends do."""
+    """Divide the work by the sequence lengths that a shallow pass has written, as a
+    GPU's backends do.
+    """
     metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(metadata.seq_lens),
         num_heads=builder.num_heads,
@@ -40,10 +52,19 @@ def update(builder: Any, metadata: Any) -> None:
     )
 
 
-def test_output_is_vllms_across_chunks(llama4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True)
-    monkeypatch.setattr(CPUAttentionMetadataBuilder, "update_draft_decode_metadata", update)
-    requests = [{"prompt_token_ids": [(7 * i + j) % 250 + 2 for j in range(20 + 5 * i)]} for i in range(2)]
+def test_output_is_vllms_across_chunks(
+    llama4: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True
+    )
+    monkeypatch.setattr(
+        CPUAttentionMetadataBuilder, "update_draft_decode_metadata", update
+    )
+    requests = [
+        {"prompt_token_ids": [(7 * i + j) % 250 + 2 for j in range(20 + 5 * i)]}
+        for i in range(2)
+    ]
     settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": CHUNK}
     expected = generate(start_engine(llama4, None, **settings), requests, greedy(48))
     options = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3}

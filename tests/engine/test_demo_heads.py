@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo model's heads: better than none, and accepted by vLLM exactly as often as `ppd calibrate` says."""
+"""The demo model's heads: better than none, and accepted by vLLM exactly as often as
+`ppd calibrate` says.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,7 +26,9 @@ from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
 
 HEADS = DEMO.parent / "heads"
-PROMPT, TOKENS, EXIT = 48, 64, 9
+PROMPT = 48
+TOKENS = 64
+EXIT = 9
 
 
 def measured(kind: str) -> dict[str, Any]:
@@ -32,24 +36,34 @@ def measured(kind: str) -> dict[str, Any]:
 
 
 def test_model_and_heads_fit_the_repository() -> None:
-    files = [path for folder in (DEMO, HEADS) for path in folder.rglob("*") if path.is_file()]
+    files = [
+        path for folder in (DEMO, HEADS) for path in folder.rglob("*") if path.is_file()
+    ]
     assert sum(path.stat().st_size for path in files) < 16 << 20
     assert {path.suffix for path in files} <= {".json", ".md", ".safetensors"}
     for kind in ("early", "cp", "dynamo"):
         provenance = json.loads((HEADS / kind / "provenance.json").read_text())
         assert provenance["command"].startswith(f"ppd train {kind} ")
-        assert "--model benchmarks/demo/model --data build/corpus/train.jsonl" in provenance["command"]
+        assert (
+            "--model benchmarks/demo/model --data build/corpus/train.jsonl"
+            in provenance["command"]
+        )
 
 
 def test_trained_beats_untrained_at_every_exit_and_k() -> None:
     matches = measured("early")["matches"]
     for rates in matches["match"].values():
         assert len(rates["N"]) == 11
-        assert all(trained > untrained for trained, untrained in zip(rates["Y"], rates["N"], strict=True))
+        assert all(
+            trained > untrained
+            for trained, untrained in zip(rates["Y"], rates["N"], strict=True)
+        )
 
 
 @pytest.fixture(scope="module")
-def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Callable[[str], Calibration]:
+def calibration(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any
+) -> Callable[[str], Calibration]:
     """calibration(variant) on held-out files, the target found from the repository's root."""
     from vllm_ppd.benchmarks.models.corpus import split
 
@@ -58,12 +72,24 @@ def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: An
 
     def get(variant: str) -> Calibration:
         heads = f"benchmarks/demo/heads/{variant.split(',')[0]}"
-        given: dict[str, Any] = {"data": (str(data),), "prompts": 24, "prompt_tokens": PROMPT}
+        given: dict[str, Any] = {
+            "data": (str(data),),
+            "prompts": 24,
+            "prompt_tokens": PROMPT,
+        }
         shipped = open_calibration(CalibrationOptions(heads=heads, **given))
         if (condition := READING.get(variant)) is None:
             return shipped
         folder = tmp_path_factory.mktemp(condition) / "heads"
-        overfitted.fit(DEMO, "cp", shipped.greedy.ids[:8, :128].tolist(), folder, 8, rank=2, condition=condition)
+        overfitted.fit(
+            DEMO,
+            "cp",
+            shipped.greedy.ids[:8, :128].tolist(),
+            folder,
+            8,
+            rank=2,
+            condition=condition,
+        )
         return open_calibration(CalibrationOptions(heads=str(folder), **given))
 
     return get
@@ -82,16 +108,35 @@ READING = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
     "cp": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
-    "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0, "draft_vocab_size": WHOLE},
-    "cp, 1024 tokens": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
-    "cp, recurrent": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
-    "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0, "draft_vocab_size": 1024},
+    "dynamo": {
+        "method": "dynamo",
+        "num_speculative_tokens": 2,
+        "eps_b": 0.0,
+        "draft_vocab_size": WHOLE,
+    },
+    "cp, 1024 tokens": {
+        "method": "cp",
+        "num_speculative_tokens": 3,
+        "draft_vocab_size": 1024,
+    },
+    "cp, recurrent": {
+        "method": "cp",
+        "num_speculative_tokens": 3,
+        "draft_vocab_size": 1024,
+    },
+    "dynamo, 1024 tokens": {
+        "method": "dynamo",
+        "num_speculative_tokens": 2,
+        "eps_b": 0.0,
+        "draft_vocab_size": 1024,
+    },
 }
 
 
 def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
-    config, size = calibration.config, OPTIONS[variant].get("draft_vocab_size", WHOLE)
+    config = calibration.config
+    size = OPTIONS[variant].get("draft_vocab_size", WHOLE)
     short = None
     if size < WHOLE:
         short = most_frequent(calibration.tensors[config.counts_tensor], size)
@@ -104,37 +149,61 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("variant", full_but({"early", "cp, 1024 tokens"}, OPTIONS))
-def test_engine_counts_what_calibration_expects(calibration: Factory, variant: str) -> None:
-    """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
+def test_engine_counts_what_calibration_expects(
+    calibration: Factory, variant: str
+) -> None:
+    """A head wired one position off would show here. Greedy to the last draft; sampled
+    within sampling error.
+    """
     made = calibration(variant)
     requests = [{"prompt_token_ids": ids} for ids in made.prompts]
     model: Path = DEMO
     llm = start_engine(
-        model, {**OPTIONS[variant], "model": made.options.heads}, max_model_len=256, max_num_batched_tokens=512,
-        max_num_seqs=32, kv_cache_memory_bytes=1 << 28, per_request_spec_decode_metrics="detailed",
-    )  # fmt: skip
+        model,
+        {**OPTIONS[variant], "model": made.options.heads},
+        max_model_len=256,
+        max_num_batched_tokens=512,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=1 << 28,
+        per_request_spec_decode_metrics="detailed",
+    )
     for temperature, rounds in ((0.0, 1), (0.8, 3)):
-        outputs = llm.generate(requests * rounds, greedy(TOKENS, temperature=temperature), use_tqdm=False)
+        outputs = llm.generate(
+            requests * rounds, greedy(TOKENS, temperature=temperature), use_tqdm=False
+        )
         seen = counted(outputs, OPTIONS[variant]["num_speculative_tokens"])
-        ids = torch.tensor([o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs])
+        ids = torch.tensor(
+            [o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs]
+        )
         texts = Texts(ids, PROMPT, torch.full((len(ids),), TOKENS), temperature)
         expected = predicted(variant, made, texts)
         if temperature:
-            # DynaMo's drafts are expected to be accepted as by rejection sampling, which accepts a little more.
-            assert seen["accepted"] == pytest.approx(expected.accepted, rel=0.08 if "dynamo" in variant else 0.05)
+            # DynaMo's drafts are expected to be accepted as by rejection sampling,
+            # which accepts a little more.
+            assert seen["accepted"] == pytest.approx(
+                expected.accepted, rel=0.08 if "dynamo" in variant else 0.05
+            )
         elif "dynamo" in variant:  # what calibration backs off from is verified as well
             assert seen["accepted"] == expected.accepted
         else:
-            assert seen == {name: round(value) for name, value in expected._asdict().items() if name != "cycles"}
+            assert seen == {
+                name: round(value)
+                for name, value in expected._asdict().items()
+                if name != "cycles"
+            }
         assert seen["accepted"] > 100
 
 
 def counted(outputs: list[Any], drafts: int) -> dict[str, int]:
-    """What engines count, without drafts beyond the end of a request, which calibration does not have."""
+    """What engines count, without drafts beyond the end of a request, which calibration
+    does not have.
+    """
     seen = {"drafts": 0, "drafted": 0, "accepted": 0}
     for output in outputs:
         left = TOKENS - 1  # the prompt's step emits one
-        for accepted in output.outputs[0].spec_decode_metrics.to_dict()["per_step_accepted"]:
+        for accepted in output.outputs[0].spec_decode_metrics.to_dict()[
+            "per_step_accepted"
+        ]:
             made = min(drafts, left - 1)
             if made > 0:
                 seen = {

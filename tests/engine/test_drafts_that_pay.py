@@ -25,7 +25,13 @@ def lookup_of(llm: Any) -> ScheduledDrafts:
 def follow(llm: Any, share: float) -> ScheduledDrafts:
     """Have an engine choose anew by steps whose drafts cost a share of a step each."""
     lookup = lookup_of(llm)
-    lookup.follow(StepCosts(CostTable(sizes=[1, 4], counts=[0, lookup.drafts], seconds=[[1.0, 1 + share]] * 2)))
+    lookup.follow(
+        StepCosts(
+            CostTable(
+                sizes=[1, 4], counts=[0, lookup.drafts], seconds=[[1.0, 1 + share]] * 2
+            )
+        )
+    )
     return lookup
 
 
@@ -35,16 +41,22 @@ def adaptive(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> Factory:
     monkeypatch.setattr(dummy_steps, "TIMED", 1)
 
     def get(options: dict[str, Any], asynchronous: bool = True) -> Any:
-        return drafting({**options, "adaptive": True, "step_costs": "measure"}, async_scheduling=asynchronous)
+        return drafting(
+            {**options, "adaptive": True, "step_costs": "measure"},
+            async_scheduling=asynchronous,
+        )
 
     return get
 
 
 @pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
 @pytest.mark.parametrize("name", METHODS)
-def test_drafts_that_never_pay_are_not_made(engine: Factory, adaptive: Factory, name: str, asynchronous: bool) -> None:
+def test_drafts_that_never_pay_are_not_made(
+    engine: Factory, adaptive: Factory, name: str, asynchronous: bool
+) -> None:
     """The output is vLLM's, and drafts come back where they begin to pay."""
-    llm, requests = adaptive(METHODS[name], asynchronous), prompts(2)
+    llm = adaptive(METHODS[name], asynchronous)
+    requests = prompts(2)
     expected = generate(engine(), requests, greedy(64))
     follow(llm, 100.0)
     with counting(llm) as seen:
@@ -53,14 +65,19 @@ def test_drafts_that_never_pay_are_not_made(engine: Factory, adaptive: Factory, 
     assert seen["suppressed_drafts"] > 50 * lookup_of(llm).drafts
     follow(llm, 0.001)
     with counting(llm) as seen:
-        assert generate(llm, requests, greedy(30)) == [tokens[:30] for tokens in expected]
+        assert generate(llm, requests, greedy(30)) == [
+            tokens[:30] for tokens in expected
+        ]
     assert seen["accepted"] > 0 and not seen["drafting_off_steps/cost"]
 
 
-def test_a_step_without_drafts_is_vllms(adaptive: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_drafts_is_vllms(
+    adaptive: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No call of ours beside vLLM's own, and its sampler in place of verification."""
     llm = adaptive(METHODS["cp"])
-    lookup, runner = follow(llm, 0.001), runner_of(llm)
+    lookup = follow(llm, 0.001)
+    runner = runner_of(llm)
     monkeypatch.setattr(lookup, "limit", 0)
     calls: list[str] = []
     for owner, call in (
@@ -68,7 +85,9 @@ def test_a_step_without_drafts_is_vllms(adaptive: Factory, monkeypatch: pytest.M
         (runner.rejection_sampler, "__call__"),
         (runner.draft_tokens_handler, "set_draft_tokens"),
     ):
-        monkeypatch.setattr(type(owner), call, lambda *args, at=call, **kwargs: calls.append(at))
+        monkeypatch.setattr(
+            type(owner), call, lambda *args, at=call, **kwargs: calls.append(at)
+        )
     generate(llm, prompts(2), greedy(8))
     assert calls == []
 
@@ -76,7 +95,8 @@ def test_a_step_without_drafts_is_vllms(adaptive: Factory, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", METHODS)
 def test_hard_cut_off(engine: Factory, drafting: Factory, name: str) -> None:
     """In a batch of more requests nobody drafts; vLLM's scheduler keeps to it."""
-    llm, crowd = drafting({**METHODS[name], "disable_by_batch_size": 2}), prompts(3, 20)
+    llm = drafting({**METHODS[name], "disable_by_batch_size": 2})
+    crowd = prompts(3, 20)
     with counting(llm) as seen:
         assert generate(llm, crowd, greedy(8)) == generate(engine(), crowd, greedy(8))
     assert seen["drafted"] == 0

@@ -19,7 +19,8 @@ EARLY = METHODS["early"]
 @pytest.fixture
 def modes(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps of the early engine by the way that they go."""
-    speculator, seen = drafter_of(engine(EARLY)), Counter[str]()
+    speculator = drafter_of(engine(EARLY))
+    seen = Counter[str]()
     stock = speculator.begin_step
 
     def begin_step(batch: Any) -> None:
@@ -30,34 +31,52 @@ def modes(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-def test_decoding_runs_the_deep_layers_alone(engine: Factory, modes: Counter[str]) -> None:
+def test_decoding_runs_the_deep_layers_alone(
+    engine: Factory, modes: Counter[str]
+) -> None:
     llm = engine(EARLY)
     before = totals()
     generate(llm, prompts(2, 20), greedy(16))
     assert modes["full"] == 1  # both prompts fit one step
     # The last step's counters may travel with a step to come.
-    assert modes["deep"] - 1 <= totals()["deferred_steps"] - before["deferred_steps"] <= modes["deep"]
+    assert (
+        modes["deep"] - 1
+        <= totals()["deferred_steps"] - before["deferred_steps"]
+        <= modes["deep"]
+    )
     assert modes["deep"] >= 4 and not modes["mixed"]
 
 
-def test_a_prompt_that_joins_leaves_the_others_their_states(engine: Factory, modes: Counter[str]) -> None:
+def test_a_prompt_that_joins_leaves_the_others_their_states(
+    engine: Factory, modes: Counter[str]
+) -> None:
     """The first stack runs over the prompt's tokens, the last one over all."""
-    requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
+    requests = prompts(6, 110)
+    params = [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
     expected = generate(engine(), requests, params)
     assert generate(engine(EARLY), requests, params) == expected
     assert modes["mixed"] >= 2 and modes["deep"] >= 2
 
 
 def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
-    """vLLM reduces an automatic --max-model-len to what the KV cache holds, after the model has loaded."""
+    """vLLM reduces an automatic --max-model-len to what the KV cache holds, after the
+    model has loaded.
+    """
     runner = runner_of(engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20))
-    assert runner.speculator.passes.max_model_len == runner.max_model_len < runner.speculator.max_model_len
+    assert (
+        runner.speculator.passes.max_model_len
+        == runner.max_model_len
+        < runner.speculator.max_model_len
+    )
 
 
-def test_shallow_work_is_not_done_twice(engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shallow_work_is_not_done_twice(
+    engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In deep and mixed steps the first stack sees no token that a shallow pass has seen."""
     speculator = drafter_of(engine(EARLY))
-    first, tokens = speculator.cut.stacks[0], []
+    first = speculator.cut.stacks[0]
+    tokens = []
     stock = type(first).__call__
 
     def call(self: Any, input_ids: Any, positions: Any, *rest: Any) -> Any:
@@ -66,17 +85,25 @@ def test_shallow_work_is_not_done_twice(engine: Factory, modes: Counter[str], mo
         return stock(self, input_ids, positions, *rest)
 
     monkeypatch.setattr(type(first), "__call__", call)
-    request, decoded = prompts(1, 20), 12
+    request = prompts(1, 20)
+    decoded = 12
     generate(engine(EARLY), request, greedy(decoded))
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
     width = speculator.deferred.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
 
 
-def test_a_captured_pass_attends_to_the_whole_sequence(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
+def test_a_captured_pass_attends_to_the_whole_sequence(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each
+    replay of ours would repeat.
+    """
     speculator = drafter_of(engine(EARLY))
-    passes, staging, rows, device = speculator.passes, speculator.staging, 2, speculator.device
+    passes = speculator.passes
+    staging = speculator.staging
+    rows = 2
+    device = speculator.device
     builder = type(speculator.attn_groups[0][0].get_metadata_builder())
     monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
     passes.prepare_capture(rows)
@@ -97,9 +124,12 @@ def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:
 
 def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:
     """vLLM schedules them with the batch's others, and what is right among them costs nothing."""
-    requests, accepted = prompts(2, 40), []
+    requests = prompts(2, 40)
+    accepted = []
     for llm in (engine(EARLY), engine({**EARLY, "gamma": 0.999})):
         with counting(llm) as seen:
-            assert generate(llm, requests, greedy(16)) == generate(engine(), requests, greedy(16))
+            assert generate(llm, requests, greedy(16)) == generate(
+                engine(), requests, greedy(16)
+            )
         accepted.append(seen["accepted"])
     assert accepted[0] == accepted[1] > 0

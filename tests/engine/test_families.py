@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every supported family, on a tiny random model: shallow then deep is the whole model, and greedy output is vLLM's."""
+"""Every supported family, on a tiny random model: shallow then deep is the whole model,
+and greedy output is vLLM's.
+"""
 
 import json
 import os
@@ -22,8 +24,9 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 pytestmark = pytest.mark.engine
 
-# vLLM makes the expert-parallel group with the process's first engine, if that is a mixture of experts; and where it
-# serves a family through transformers, it changes transformers' classes for the rest of the process.
+# vLLM makes the expert-parallel group with the process's first engine, if that is a
+# mixture of experts; and where it serves a family through transformers, it changes
+# transformers' classes for the rest of the process.
 EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "llama4"}
 TRANSFORMERS_BACKEND = {"gpt_neox", "olmo2", "olmo3", "smollm3"}
 SEPARATE_PROCESS = EXPERTS | TRANSFORMERS_BACKEND
@@ -34,20 +37,38 @@ def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
     """Run the present test in a process of its own, unless this is that process."""
     if SEPARATE_PROCESS_FLAG in os.environ:
         return False
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        request.node.nodeid,
+    ]
     environment = {**os.environ, SEPARATE_PROCESS_FLAG: "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, cwd=ROOT
+    )
     assert run.returncode == 0, run.stdout[-3000:]
     return True
 
 
-def whole_model(adapter: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
+def whole_model(
+    adapter: Any, input_ids: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """vLLM's own forward of the decoder, the class's method that the cut replaced on
+    the instance.
+    """
     decoder = adapter.decoder
     if not isinstance(adapter, TransformersAdapter):
         return type(decoder).forward(decoder, input_ids, positions, None)
     output = type(decoder).forward(
-        decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
+        decoder,
+        input_ids=input_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        return_dict=False,
     )
     return output[0][0]
 
@@ -56,14 +77,19 @@ def test_every_family_has_a_tiny_model() -> None:
     assert {model.__name__ for _, model, _ in tiny.FAMILIES.values()} == FAMILIES.keys()
 
 
-# One of each adapter; two KV cache groups. The others differ from Llama inside vLLM's own layers.
+# One of each adapter; two KV cache groups. The others differ from Llama inside vLLM's
+# own layers.
 CUT_QUICKLY = {"llama", "gemma3", "granite"}
 TWO_CASES = "batch_16", "arrivals_and_aborts"
 
 
 @pytest.mark.parametrize("family", full_but(CUT_QUICKLY, tiny.FAMILIES))
 def test_cut_is_exact(
-    family: str, tiny_model: Factory, alone: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    family: str,
+    tiny_model: Factory,
+    alone: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The same tokens in one batch three ways; the KV that they write is the same each time."""
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
@@ -72,7 +98,12 @@ def test_cut_is_exact(
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
     original = DeferredKVCut.forward
 
-    def compare(self: DeferredKVCut, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def compare(
+        self: DeferredKVCut,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        *rest: Any,
+    ) -> torch.Tensor:
         whole = whole_model(self.adapter, input_ids, positions).clone()
         stacks = ModelCut.forward(self, input_ids, positions).clone()
         differences["cut"].append((stacks - whole).abs().max().item())
@@ -88,7 +119,8 @@ def test_cut_is_exact(
     assert seen["accepted"] > 0 and seen["deferred_steps"] > 5
     assert drafter_of(llm).cut.exit_layers == (4,)
     assert max(differences["cut"]) == 0.0
-    # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
+    # The deferred path ran each token through the shallow layers in a batch of another
+    # shape: rounding only.
     assert len(differences["deferred"]) > 5
     assert max(differences["deferred"]) < 1e-4
 
@@ -97,20 +129,37 @@ def architecture(family: str) -> str:
     return str(tiny.FAMILIES[family][1].__name__)
 
 
-DYNAMO = [f for f in tiny.FAMILIES if f not in TRANSFORMERS_BACKEND and architecture(f) not in NO_TOKEN_HEADS]
+DYNAMO = [
+    f
+    for f in tiny.FAMILIES
+    if f not in TRANSFORMERS_BACKEND and architecture(f) not in NO_TOKEN_HEADS
+]
 
 
-@pytest.mark.parametrize("family", full_but({"gemma3"}, DYNAMO))  # it has two KV cache groups
+@pytest.mark.parametrize(
+    "family", full_but({"gemma3"}, DYNAMO)
+)  # it has two KV cache groups
 def test_token_heads_of_every_family(
-    family: str, engine: Factory, alone: Factory, fitted_heads: Factory, request: pytest.FixtureRequest
+    family: str,
+    engine: Factory,
+    alone: Factory,
+    fitted_heads: Factory,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """DynaMo's layers are of the family's own class, take its checkpoint's names, and write KV of their own."""
+    """DynaMo's layers are of the family's own class, take its checkpoint's names, and
+    write KV of their own.
+    """
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     expected = [alone(case, family=family) for case in TWO_CASES]
-    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
+    llm = engine(
+        {"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0},
+        family=family,
+    )
     layers = drafter_of(llm).target.cut.branches.layers
-    assert [type(layer) for layer in layers] == [type(drafter_of(llm).target.cut.adapter.layers[-1])] * 2
+    assert [type(layer) for layer in layers] == [
+        type(drafter_of(llm).target.cut.adapter.layers[-1])
+    ] * 2
     assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert llm.counts["accepted"] > 0
 
@@ -128,20 +177,35 @@ overfitted.fit(model, "cp", json.loads(sequences.read_text()), out, rank=2, cond
 def fitted_elsewhere(model: Path, sequences: list[list[int]], folder: Path) -> str:
     """A CP head, fitted by a process whose transformers vLLM has not changed."""
     (folder / "said.json").write_text(json.dumps(sequences))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "typing"), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "typing"), str(ROOT / "tests")]),
+    }
     arguments = [str(model), str(folder / "said.json"), str(folder / "heads")]
-    run = subprocess.run([sys.executable, "-c", FIT, *arguments], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", FIT, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return str(folder / "heads")
 
 
-# CP heads read a hidden state and the LM head, whatever the layers are and whoever runs them.
+# CP heads read a hidden state and the LM head, whatever the layers are and whoever runs
+# them.
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt_neox", "olmo2", "gpt_oss", "llama4"])
 def test_cp_heads_need_no_adapter(
-    family: str, tiny_model: Factory, engine: Factory, alone: Factory, said: Factory, fitted_heads: Factory,
-    tmp_path: Path, request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    family: str,
+    tiny_model: Factory,
+    engine: Factory,
+    alone: Factory,
+    said: Factory,
+    fitted_heads: Factory,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     expected = [alone(case, family=family) for case in TWO_CASES]
@@ -155,6 +219,11 @@ def test_cp_heads_need_no_adapter(
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite"])
-def test_token_heads_are_refused_where_layers_cannot_be_added(family: str, tiny_model: Factory) -> None:
-    with pytest.raises(OptionError, match=r"ForCausalLM is (served by|not supported with) .* use early or CP heads"):
+def test_token_heads_are_refused_where_layers_cannot_be_added(
+    family: str, tiny_model: Factory
+) -> None:
+    with pytest.raises(
+        OptionError,
+        match=r"ForCausalLM is (served by|not supported with) .* use early or CP heads",
+    ):
         start_engine(tiny_model(family), {"method": "dynamo", "model": "/any"})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd data` through vLLM: what the engine writes is the model's own, seeded, ended and cut as asked."""
+"""`ppd data` through vLLM: what the engine writes is the model's own, seeded, ended and
+cut as asked.
+"""
 
 import json
 import shutil
@@ -37,16 +39,22 @@ def model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture(scope="module")
 def engine(model: Path) -> generation.OfflineEngine:
     """One for all tests, which `ppd data` is given as well."""
-    options = DataOptions(model=str(model), out="-", batch=4, max_length=128, precision="float32")
+    options = DataOptions(
+        model=str(model), out="-", batch=4, max_length=128, precision="float32"
+    )
     engine = generation.OfflineEngine(options)
     keep_alive(engine)
     return engine
 
 
-def test_prompts_are_continued_as_asked(engine: generation.OfflineEngine, model: Path) -> None:
+def test_prompts_are_continued_as_asked(
+    engine: generation.OfflineEngine, model: Path
+) -> None:
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
-    greedy = target.generate(ids, max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+    greedy = target.generate(ids, max_new_tokens=12, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
     (first,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12))
     (narrow,) = engine.generate([PROMPT], [2], Sampling(1.0, 1e-6, 12))
     assert first.ids == narrow.ids == greedy
@@ -58,12 +66,18 @@ def test_prompts_are_continued_as_asked(engine: generation.OfflineEngine, model:
 def test_continuations_end_as_asked(engine: generation.OfflineEngine) -> None:
     (words,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, wants_text=True))
     assert (words.finish_reason, len(words.ids)) == ("length", 12)
-    stop, text = words.ids[4], words.text[4:6]
+    stop = words.ids[4]
+    text = words.text[4:6]
     (by_id,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, (stop,)))
     assert by_id.ids == words.ids[: words.ids.index(stop) + 1]
     assert by_id.finish_reason == "stop"
-    (by_text,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, (), text, wants_text=True))
-    assert (by_text.text, by_text.finish_reason) == (words.text.partition(text)[0], "stop")
+    (by_text,) = engine.generate(
+        [PROMPT], [1], Sampling(0.0, 1.0, 12, (), text, wants_text=True)
+    )
+    assert (by_text.text, by_text.finish_reason) == (
+        words.text.partition(text)[0],
+        "stop",
+    )
 
 
 def test_chats_are_answered_and_trained_on(
@@ -83,7 +97,17 @@ def test_chats_are_answered_and_trained_on(
 
     def written(name: str, *more: str) -> list[dict[str, Any]]:
         out = tmp_path / name
-        argv = ["data", "--model", str(model), "--out", str(out), "--batch", "4", "--max-length", "128"]
+        argv = [
+            "data",
+            "--model",
+            str(model),
+            "--out",
+            str(out),
+            "--batch",
+            "4",
+            "--max-length",
+            "128",
+        ]
         argv += ["--prompts", str(asked), "--max-tokens", "24", "--temperature", "1"]
         assert main([*argv, *more]) == 0
         return [json.loads(line) for line in out.read_text().splitlines()]
@@ -91,13 +115,33 @@ def test_chats_are_answered_and_trained_on(
     whole = written("whole.jsonl")
     assert "6 chats, " in capsys.readouterr().out
     for chat, text in zip(whole, texts, strict=True):
-        assert words.decode(chat["prompt_token_ids"]) == f"<user>{text}<|end|><assistant>"
-        assert (chat["token_ids"][-1] == words.eos_token_id) == (chat["finish_reason"] == "stop")
+        assert (
+            words.decode(chat["prompt_token_ids"]) == f"<user>{text}<|end|><assistant>"
+        )
+        assert (chat["token_ids"][-1] == words.eos_token_id) == (
+            chat["finish_reason"] == "stop"
+        )
     assert written("parts.jsonl", "--number", "2") == whole[:2]
     assert written("parts.jsonl") == whole
     heads = tmp_path / "heads"
-    train = ["train", "early", "--model", str(model), "--data", str(tmp_path / "whole.jsonl")]
-    train += ["--steps", "1", "--sequence-length", "64", "--batch-size", "1", "--device", "cpu"]
+    train = [
+        "train",
+        "early",
+        "--model",
+        str(model),
+        "--data",
+        str(tmp_path / "whole.jsonl"),
+    ]
+    train += [
+        "--steps",
+        "1",
+        "--sequence-length",
+        "64",
+        "--batch-size",
+        "1",
+        "--device",
+        "cpu",
+    ]
     assert main([*train, "--out", str(heads)]) == 0
     assert json.loads((heads / "provenance.json").read_text())["documents_in_data"] == 6
 
@@ -106,7 +150,9 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "is_cpu", lambda: True)
-    monkeypatch.setattr(generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
+    monkeypatch.setattr(
+        generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False
+    )
     monkeypatch.setattr(generation, "cpu_computes_bfloat16", lambda: False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -116,9 +162,13 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     assert arguments["dtype"] == "float32" and "kv_cache_memory_bytes" not in arguments
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    arguments = generation.engine_arguments(options.model_copy(update={"precision": "bfloat16"}))
+    arguments = generation.engine_arguments(
+        options.model_copy(update={"precision": "bfloat16"})
+    )
     assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
     assert arguments["dtype"] == "bfloat16"
     assert 0 < arguments["kv_cache_memory_bytes"] <= generation.CPU_CACHE
-    arguments = generation.engine_arguments(options.model_copy(update={"kv_cache_gib": 0.5}))
+    arguments = generation.engine_arguments(
+        options.model_copy(update={"kv_cache_gib": 0.5})
+    )
     assert arguments["kv_cache_memory_bytes"] == 1 << 29

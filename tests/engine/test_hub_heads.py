@@ -14,10 +14,15 @@ pytestmark = pytest.mark.engine
 
 
 def test_heads_and_target_by_name(
-    tiny_model: Factory, fitted_heads: Factory, engine: Factory,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """`vllm serve acme/heads@v1`: the revision of the heads, the target that they name, drafts, and vLLM's output."""
+    tiny_model: Factory,
+    fitted_heads: Factory,
+    engine: Factory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`vllm serve acme/heads@v1`: the revision of the heads, the target that they name,
+    drafts, and vLLM's output.
+    """
     expected = CASES["batch_16"](engine())
     heads = shutil.copytree(fitted_heads("cp"), tmp_path / "heads")
     config = json.loads((heads / "config.json").read_text())
@@ -28,7 +33,10 @@ def test_heads_and_target_by_name(
         hub.add("acme/target", tiny_model())
         hub.add("acme/heads", heads, "v1")
         llm = start_engine("acme/heads@v1", None)  # type: ignore[arg-type]
-        assert drafter_of(llm).config.model == f"acme/heads@{hub.commit('acme/heads', 'v1')}"
+        assert (
+            drafter_of(llm).config.model
+            == f"acme/heads@{hub.commit('acme/heads', 'v1')}"
+        )
         assert llm.llm_engine.vllm_config.model_config.model == "acme/target"
         assert CASES["batch_16"](llm) == expected
         assert llm.counts["accepted"] > 0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What damaged heads compute is not sampled from: their drafts are dropped, and the output is the target's."""
+"""What damaged heads compute is not sampled from: their drafts are dropped, and the
+output is the target's.
+"""
 
 from importlib import import_module
 from typing import Any
@@ -12,11 +14,14 @@ from conftest import Factory, counting, our_log, start_engine
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.methods.early.reader import sampled_reading
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
-    """Have one number of the heads be another once they have been read, whatever the reader refuses."""
+    """Have one number of the heads be another once they have been read, whatever the
+    reader refuses.
+    """
     reader = "methods.early.reader" if kind == "early" else f"methods.{kind}.drafter"
     module = import_module(f"vllm_ppd.vllm_plugins.{reader}")
     stock = module.load_tensors
@@ -27,10 +32,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
             for weight in tensors.values():
                 weight[1, 2] = value
         else:
-            tensor = tensors["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
-            tensor[(config.factors - config.positions + 1, 0, 2, 3) if kind == "cp" else (3,)] = (
-                value  # the first draft's
-            )
+            tensor = tensors[
+                "cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"
+            ]
+            tensor[
+                (config.factors - config.positions + 1, 0, 2, 3)
+                if kind == "cp"
+                else (3,)
+            ] = value  # the first draft's
         return config, tensors
 
     monkeypatch.setattr(module, "load_tensors", load)
@@ -52,19 +61,37 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_damaged_heads_change_nothing(
-    engine: Factory, tiny_model: Factory, fitted_heads: Factory, monkeypatch: pytest.MonkeyPatch,
-    kind: str, options: dict[str, Any], value: float,
-) -> None:  # fmt: skip
+    engine: Factory,
+    tiny_model: Factory,
+    fitted_heads: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: dict[str, Any],
+    value: float,
+) -> None:
     poison(monkeypatch, kind, value)
-    params = [greedy(12), greedy(12, temperature=0.8, seed=3), greedy(12, temperature=0.8, top_p=0.9, seed=4)]
+    params = [
+        greedy(12),
+        greedy(12, temperature=0.8, seed=3),
+        greedy(12, temperature=0.8, top_p=0.9, seed=4),
+    ]
     llm = start_engine(
-        tiny_model(), {"method": "ppd" if kind == "early" else kind, "model": fitted_heads(kind), **options}
+        tiny_model(),
+        {
+            "method": "ppd" if kind == "early" else kind,
+            "model": fitted_heads(kind),
+            **options,
+        },
     )
     with our_log() as messages, counting(llm) as seen:
-        assert generate(llm, prompts(3), params) == generate(engine(on_v2=True), prompts(3), params)
+        assert generate(llm, prompts(3), params) == generate(
+            engine(on_v2=True), prompts(3), params
+        )
     warnings = [message for message in messages if "NaN or infinite logits" in message]
     assert len(warnings) == 1 and len(warnings[0]) <= 300
-    assert seen["invalid_drafts"] > 20 and seen["accepted"] < 3  # a stand-in may be right
+    assert (
+        seen["invalid_drafts"] > 20 and seen["accepted"] < 3
+    )  # a stand-in may be right
 
 
 def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
@@ -72,5 +99,7 @@ def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
     logits[1, 4], logits[2, 4], logits[3, 4], logits[4, 4] = NAN, INF, -INF, 1e37
     heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
     for temperature in (heat, torch.zeros(5)):
-        valid = (sampled_reading(logits, Sampling(temperature)).token_ids != INVALID).tolist()
+        valid = (
+            sampled_reading(logits, Sampling(temperature)).token_ids != INVALID
+        ).tolist()
         assert valid == [True, False, False, True, True]

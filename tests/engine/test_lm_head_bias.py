@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LM heads with a bias (Phi-2, GPT-J): their rows are read exactly, and whole CP heads draft with their bias."""
+"""LM heads with a bias (Phi-2, GPT-J): their rows are read exactly, and whole CP heads
+draft with their bias.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,12 @@ def stored(model: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
     heads = heads_folders.make_heads(tmp_path / "heads", "cp", phi, SIZES)
-    options = {"method": "cp", "model": str(heads), "num_speculative_tokens": 2, "draft_vocab_size": 100}
+    options = {
+        "method": "cp",
+        "model": str(heads),
+        "num_speculative_tokens": 2,
+        "draft_vocab_size": 100,
+    }
     llm = start_engine(phi, options, dtype="bfloat16")
     weight, stored_bias = stored(phi)
     speculator = drafter_of(llm)
@@ -60,20 +67,28 @@ def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
     rows, bias = target.lm_head_rows(torch.arange(tiny.VOCAB))
     assert torch.equal(rows, weight)
     assert torch.equal(bias, stored_bias)
-    shard, bias_of_shard = target.lm_head.shard_of_rank(speculator.vllm_config, speculator.device)
+    shard, bias_of_shard = target.lm_head.shard_of_rank(
+        speculator.vllm_config, speculator.device
+    )
     assert torch.equal(shard[: tiny.VOCAB], weight)
     assert torch.equal(bias_of_shard[: tiny.VOCAB], stored_bias)
 
 
 @pytest.mark.parametrize("size", [None, 100])
-def test_whole_heads_draft_with_the_bias(phi: Path, tmp_path: Path, size: int | None) -> None:
+def test_whole_heads_draft_with_the_bias(
+    phi: Path, tmp_path: Path, size: int | None
+) -> None:
     """As they are trained: whole classifiers that are zero draft the token of the largest bias."""
     changes: dict[str, Any] = {"factorised": False, "rank": 1, "condition": "none"}
     config = heads_folders.config_of("cp", phi, SIZES, **changes)
     tensors = heads_folders.blank_tensors(config)
     tensors["token_counts"] = torch.arange(tiny.VOCAB, dtype=torch.int32)
     save_heads(tmp_path / "heads", config, tensors)
-    options: dict[str, Any] = {"method": "cp", "model": str(tmp_path / "heads"), "draft_vocab_size": size}
+    options: dict[str, Any] = {
+        "method": "cp",
+        "model": str(tmp_path / "heads"),
+        "draft_vocab_size": size,
+    }
     llm = start_engine(phi, options, dtype="bfloat16")
     drafter = drafter_of(llm).drafter
     drafted = []

@@ -27,18 +27,23 @@ def test_output_is_the_same_and_more_is_accepted(
     for options in ({}, LOOKUP):
         llm = drafting(METHODS[name] | options, async_scheduling=asynchronous)
         with counting(llm) as seen:
-            assert generate(llm, REQUESTS, PARAMS) == generate(engine(on_v2=True), REQUESTS, PARAMS)
+            assert generate(llm, REQUESTS, PARAMS) == generate(
+                engine(on_v2=True), REQUESTS, PARAMS
+            )
         accepted.append(seen["accepted"])
     assert accepted[1] > accepted[0]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_is_drafted_where_nothing_repeats(engine: Factory, asynchronous: bool) -> None:
+def test_nothing_is_drafted_where_nothing_repeats(
+    engine: Factory, asynchronous: bool
+) -> None:
     """Steps without a match are vLLM's, and drafts come as soon as a request has one."""
     options = {"method": "ppd", **LOOKUP, "adaptive": True, "step_costs": "measure"}
     llm = engine(options, async_scheduling=asynchronous)
     follow(llm, 0.001)
-    texts, expected = lookup_of(llm).texts, generate(engine(on_v2=True), REQUESTS, PARAMS)
+    texts = lookup_of(llm).texts
+    expected = generate(engine(on_v2=True), REQUESTS, PARAMS)
     assert texts is not None
     with counting(llm) as seen:
         assert generate(llm, REQUESTS, PARAMS) == expected
@@ -48,7 +53,9 @@ def test_nothing_is_drafted_where_nothing_repeats(engine: Factory, asynchronous:
         assert generate(llm, REQUESTS, PARAMS) == expected
     texts.shortest = LOOKUP["prompt_lookup_min"]
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
-    assert not texts.repeats([]) and len(texts._seen) <= 3  # ended requests are forgotten
+    assert (
+        not texts.repeats([]) and len(texts._seen) <= 3
+    )  # ended requests are forgotten
 
 
 def followed(text: list[int], shortest: int) -> list[int]:
@@ -64,7 +71,8 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
     drafting: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = drafting(METHODS["cp"] | LOOKUP)
-    speculator, states = runner_of(llm).speculator, runner_of(llm).req_states
+    speculator = runner_of(llm).speculator
+    states = runner_of(llm).req_states
     stock = speculator._keep
     rows_seen = [0, 0]
 
@@ -74,13 +82,25 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
         own_drafts = speculator.draft_tokens[:requests].clone()
         stock(drafts, looked_up)
         rows = speculator.staging.rows[:requests].tolist()
-        for row, own, made in zip(rows, own_drafts, speculator.draft_tokens, strict=False):
+        for row, own, made in zip(
+            rows, own_drafts, speculator.draft_tokens, strict=False
+        ):
             if row >= 0:
-                text = states.all_token_ids.gpu[row, : int(states.total_len.gpu[row])].tolist()
+                text = states.all_token_ids.gpu[
+                    row, : int(states.total_len.gpu[row])
+                ].tolist()
                 match = followed(text, LOOKUP["prompt_lookup_min"])[: len(made)]
                 rows_seen[bool(match)] += 1
-                assert made[: len(match)].tolist() == match if match else torch.equal(own, made)
+                assert (
+                    made[: len(match)].tolist() == match
+                    if match
+                    else torch.equal(own, made)
+                )
 
     monkeypatch.setattr(speculator, "_keep", keep)
-    generate(llm, [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)], greedy(12))
+    generate(
+        llm,
+        [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)],
+        greedy(12),
+    )
     assert min(rows_seen) > 3

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything of ours is allocated when the model loads, before vLLM sizes its KV cache, and nothing grows later."""
+"""Everything of ours is allocated when the model loads, before vLLM sizes its KV cache,
+and nothing grows later.
+"""
 
 from typing import Any
 
@@ -15,9 +17,12 @@ from vllm_ppd.vllm_plugins.methods.early.speculator import DeferredKVSpeculator
 pytestmark = pytest.mark.engine
 
 
-def test_allocated_before_the_kv_cache_is_sized(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocated_before_the_kv_cache_is_sized(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
-    load, size = DeferredKVSpeculator.load_draft_model, DraftingWorker.determine_available_memory
+    load = DeferredKVSpeculator.load_draft_model
+    size = DraftingWorker.determine_available_memory
 
     def load_draft_model(self: DeferredKVSpeculator, *args: Any) -> None:
         load(self, *args)
@@ -28,14 +33,19 @@ def test_allocated_before_the_kv_cache_is_sized(tiny_model: Factory, monkeypatch
         return size(self)
 
     monkeypatch.setattr(DeferredKVSpeculator, "load_draft_model", load_draft_model)
-    monkeypatch.setattr(DraftingWorker, "determine_available_memory", determine_available_memory)
+    monkeypatch.setattr(
+        DraftingWorker, "determine_available_memory", determine_available_memory
+    )
     llm = start_engine(tiny_model(), METHODS["early"])
     assert order == ["ours", "kv cache"]
 
     check_profile(llm, monkeypatch)
     buffers = buffers_of(llm)
-    # States of each request's newest token and drafts, and those of another that takes what padding writes; drafts.
-    assert [tuple(buffer.shape) for buffer in buffers] == [((16 + 1) * 4, 64)] * 2 + [(16, 3)]
+    # States of each request's newest token and drafts, and those of another that takes
+    # what padding writes; drafts.
+    assert [tuple(buffer.shape) for buffer in buffers] == [((16 + 1) * 4, 64)] * 2 + [
+        (16, 3)
+    ]
     addresses = [buffer.data_ptr() for buffer in buffers]
     CASES["more_than_fit"](llm)
     assert [buffer.data_ptr() for buffer in buffers_of(llm)] == addresses
@@ -47,8 +57,11 @@ def buffers_of(llm: Any) -> list[torch.Tensor]:
 
 
 def check_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's memory profile drafts for every bucket of batch sizes, drawn or not; no sample depends on it."""
-    drafter, seen = drafter_of(llm).drafter, set()
+    """vLLM's memory profile drafts for every bucket of batch sizes, drawn or not; no
+    sample depends on it.
+    """
+    drafter = drafter_of(llm).drafter
+    seen = set()
     stock = drafter.propose
 
     def propose(step: Any, first_stack: Any) -> Any:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal targets: drafts are of the language model, and greedy output is vLLM's, with sounds and without."""
+"""Multimodal targets: drafts are of the language model, and greedy output is vLLM's,
+with sounds and without.
+"""
 
 import functools
 from pathlib import Path
@@ -16,12 +18,17 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Factory, made_once: Factory) -> Path:
-    return made_once("multimodal", lambda folder: tiny_multimodal.make(folder, tiny_model(tiny_multimodal.TEXT)))
+    return made_once(
+        "multimodal",
+        lambda folder: tiny_multimodal.make(folder, tiny_model(tiny_multimodal.TEXT)),
+    )
 
 
 @pytest.fixture(scope="module")
 def started(target: Path, with_heads: Factory) -> Factory:
-    """started(method): an engine; its heads were fitted to the text model that the language model is."""
+    """started(method): an engine; its heads were fitted to the text model that the
+    language model is.
+    """
 
     @functools.cache
     def get(method: str | None = None) -> Any:
@@ -48,10 +55,13 @@ def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens(started: Factory, method: str) -> None:
-    stock, llm = started(), started(method)
+    stock = started()
+    llm = started(method)
     expected = with_sounds(stock)
     assert with_sounds(llm) == expected
-    changed = [a != b for a, b in zip(with_sounds(stock, seed=100), expected, strict=True)]
+    changed = [
+        a != b for a, b in zip(with_sounds(stock, seed=100), expected, strict=True)
+    ]
     assert any(changed[::2]) and not any(changed[1::2]), "sounds change nothing"
     assert CASES["batch_16"](llm) == CASES["batch_16"](stock)
     assert llm.counts["accepted"] > 0
@@ -60,5 +70,8 @@ def test_same_tokens(started: Factory, method: str) -> None:
 @pytest.mark.full
 def test_compiled(target: Path) -> None:
     """Stacks that start from embeddings are compiled, too."""
-    outputs = [with_sounds(start_engine(target, options, enforce_eager=False)) for options in (None, METHODS["early"])]
+    outputs = [
+        with_sounds(start_engine(target, options, enforce_eager=False))
+        for options in (None, METHODS["early"])
+    ]
     assert outputs[0] == outputs[1]

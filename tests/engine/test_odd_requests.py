@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with odd values: each is answered as by vLLM alone or refused in a short line; others do not notice."""
+"""Requests with odd values: each is answered as by vLLM alone or refused in a short
+line; others do not notice.
+"""
 
 from typing import Any
 
@@ -7,7 +9,9 @@ import pytest
 from cases import greedy, prompts
 from conftest import Factory
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.entrypoints.serve.exception_handling.error_response import (
+    create_error_response,
+)
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ppd.vllm_plugins import register
@@ -40,12 +44,16 @@ REFUSED: list[dict[str, Any]] = [
 
 def parameters(changes: dict[str, Any]) -> Any:
     """vLLM's SamplingParams of a request to /v1/completions."""
-    request = CompletionRequest.model_validate({"prompt": "x", "temperature": 0, "max_tokens": 12, **changes})
+    request = CompletionRequest.model_validate(
+        {"prompt": "x", "temperature": 0, "max_tokens": 12, **changes}
+    )
     return request.to_sampling_params(12, {})
 
 
 def test_each_is_answered_as_by_vllm_alone(engine: Factory) -> None:
-    """Greedy ones exactly; all of them run beside two plain requests, which are answered as without them."""
+    """Greedy ones exactly; all of them run beside two plain requests, which are
+    answered as without them.
+    """
     llm = engine({"method": "ppd", "exit_layer": 3})
     alone = engine()
     odd = [parameters(changes) for changes in ANSWERED]
@@ -55,12 +63,15 @@ def test_each_is_answered_as_by_vllm_alone(engine: Factory) -> None:
     theirs = alone.generate(given, asked, use_tqdm=False)
     for params, output, expected in zip(asked, ours, theirs, strict=True):
         if params.temperature == 0:
-            first, second = output.outputs[0], expected.outputs[0]
+            first = output.outputs[0]
+            second = expected.outputs[0]
             assert list(first.token_ids) == list(second.token_ids), params
             assert len(first.logprobs or ()) == len(second.logprobs or ()), params
 
 
-@pytest.mark.parametrize("changes", REFUSED, ids=[str(changes)[:40] for changes in REFUSED])
+@pytest.mark.parametrize(
+    "changes", REFUSED, ids=[str(changes)[:40] for changes in REFUSED]
+)
 def test_others_are_refused(engine: Factory, changes: dict[str, Any]) -> None:
     llm = engine({"method": "ppd", "exit_layer": 3})
     with pytest.raises(VLLMValidationError) as refusal:

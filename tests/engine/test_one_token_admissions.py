@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that is admitted with one token to compute does not end the uniform steps of those that draft."""
+"""A request that is admitted with one token to compute does not end the uniform steps
+of those that draft.
+"""
 
 from typing import Any
 
@@ -15,7 +17,12 @@ CACHED = prompts(1)[0]["prompt_token_ids"][:65]  # two blocks and a token
 @pytest.fixture(scope="module")
 def drafting() -> Any:
     """An engine whose scheduler chooses the number of drafts, here always all or none."""
-    options = {"method": "cp", "model": HEADS, "adaptive": True, "num_speculative_tokens": 3}
+    options = {
+        "method": "cp",
+        "model": HEADS,
+        "adaptive": True,
+        "num_speculative_tokens": 3,
+    }
     llm = start_engine(DEMO, options, enable_prefix_caching=True, max_num_seqs=4)
     scheduler_of(llm).dynamic_sd_lookup.controller = None
     generate(llm, [{"prompt_token_ids": CACHED}], greedy(4))
@@ -31,7 +38,8 @@ def test_admitted_requests_get_as_many_tokens(
     drafting: Any, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
     """All that they verify while others draft, and one while none does."""
-    scheduler, steps = scheduler_of(drafting), []
+    scheduler = scheduler_of(drafting)
+    steps = []
     monkeypatch.setattr(scheduler.dynamic_sd_lookup, "limit", limit)
     stock = scheduler.schedule
 
@@ -41,7 +49,8 @@ def test_admitted_requests_get_as_many_tokens(
         return output
 
     monkeypatch.setattr(scheduler, "schedule", schedule)
-    engine, answers = drafting.llm_engine, {}
+    engine = drafting.llm_engine
+    answers = {}
     with counting(drafting) as seen:
         for name in ("first", "second"):
             engine.add_request(name, prompts(3)[len(name) % 3], greedy(24))
@@ -53,7 +62,9 @@ def test_admitted_requests_get_as_many_tokens(
                 if output.finished:
                     answers[output.request_id] = list(output.outputs[0].token_ids)
     (admission,) = [
-        output for output in steps if any(new.num_computed_tokens == 64 for new in output.scheduled_new_reqs)
+        output
+        for output in steps
+        if any(new.num_computed_tokens == 64 for new in output.scheduled_new_reqs)
     ]
     expected = 4 if limit is None else 1
     assert set(admission.num_scheduled_tokens.values()) == {expected}

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised targets: greedy output is the quantised target's own, and drafts are accepted, with every method.
+"""Quantised targets: greedy output is the quantised target's own, and drafts are
+accepted, with every method.
 
-Which kernels vLLM takes depends on the processor. Where they take float32, tokens are the same; where they take 16-bit
-activations alone, a few rows may round differently from many, and each token must be the target's best or all but that.
-Formats that end in `-amx` run the kernel of 8 bits that vLLM takes where there is AMX; AVX-512 BF16 runs it, too.
+Which kernels vLLM takes depends on the processor. Where they take float32, tokens are
+the same; where they take 16-bit activations alone, a few rows may round differently
+from many, and each token must be the target's best or all but that. Formats that end in
+`-amx` run the kernel of 8 bits that vLLM takes where there is AMX; AVX-512 BF16 runs
+it, too.
 """
 
 import functools
@@ -25,27 +28,42 @@ METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
     "cp": {"method": "cp", "heads": RECURRENT},
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": RECURRENT},
-    "cp-layers": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "recurrent", "layers": (1, 3)})},
+    "cp-layers": {
+        "method": "cp",
+        "heads": ("cp", {"rank": 3, "condition": "recurrent", "layers": (1, 3)}),
+    },
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}
-NEAR = 0.25  # nats between a token and the best one, from rounding to 8 bits of mantissa
-EIGHT_BITS = [(kind, method) for kind in ("w8a8", "w8a8-head", "w8a8-amx") for method in METHODS]
+NEAR = (
+    0.25  # nats between a token and the best one, from rounding to 8 bits of mantissa
+)
+EIGHT_BITS = [
+    (kind, method) for kind in ("w8a8", "w8a8-head", "w8a8-amx") for method in METHODS
+]
 FOUR_BITS = [
     *((kind, method) for kind in ("awq", "gptq") for method in ("early", "cp-short")),
-    ("gptq", "dynamo"), ("gptq-head", "cp-short"),
-]  # fmt: skip
+    ("gptq", "dynamo"),
+    ("gptq-head", "cp-short"),
+]
 
 
 @pytest.fixture(scope="module")
 def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Factory:
-    """started(format, method): an engine; its heads were fitted to the model before it was quantised."""
+    """started(format, method): an engine; its heads were fitted to the model before it
+    was quantised.
+    """
 
     @functools.cache
     def get(kind: str, method: str | None = None) -> Any:
         form = kind.removesuffix("-amx")
-        target = made_once(f"quantised-{form}", lambda folder: quantised.quantise(tiny_model(), folder, form))
-        options = None if method is None else with_heads(METHODS[method], "llama", target)
+        target = made_once(
+            f"quantised-{form}",
+            lambda folder: quantised.quantise(tiny_model(), folder, form),
+        )
+        options = (
+            None if method is None else with_heads(METHODS[method], "llama", target)
+        )
         with pytest.MonkeyPatch.context() as patch:
             if kind != form:
                 as_if_amx(patch)
@@ -56,8 +74,13 @@ def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Fac
 
 def as_if_amx(patch: pytest.MonkeyPatch) -> None:
     """Have vLLM choose kernels of 8 bits as on a processor with AMX."""
-    if not torch.cpu._is_avx512_bf16_supported() or not hasattr(torch.ops._C, "int8_scaled_mm_with_quant"):
-        pytest.skip("vLLM's kernel for processors with AMX runs on those with AVX-512 BF16, too, but on no others")
+    if not torch.cpu._is_avx512_bf16_supported() or not hasattr(
+        torch.ops._C, "int8_scaled_mm_with_quant"
+    ):
+        pytest.skip(
+            "vLLM's kernel for processors with AMX runs on those with AVX-512 BF16, "
+            "too, but on no others"
+        )
     choose = int8_kernels.check_cpu_sgl_kernel
 
     def chosen(*args: Any) -> bool:
@@ -70,7 +93,8 @@ def as_if_amx(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kind", "method"), full_but(QUICK, [*EIGHT_BITS, *FOUR_BITS]))
 def test_same_tokens(started: Factory, kind: str, method: str) -> None:
-    llm, alone = started(kind, method), started(kind)
+    llm = started(kind, method)
+    alone = started(kind)
     dtype = runner_of(alone).model_config.dtype
     assert dtype == torch.bfloat16 or kind in ("w8a8", "w8a8-head")
     if dtype == torch.float32:
@@ -79,18 +103,24 @@ def test_same_tokens(started: Factory, kind: str, method: str) -> None:
     else:
         assert worst_token(alone, prompts(16), CASES["batch_16"](llm)) < NEAR
         arrived = CASES["arrivals_and_aborts"](llm)
-        requests = [prompts(10, 60)[int(name.removeprefix("arrival-"))] for name in arrived]
+        requests = [
+            prompts(10, 60)[int(name.removeprefix("arrival-"))] for name in arrived
+        ]
         assert worst_token(alone, requests, list(arrived.values())) < NEAR
     assert llm.counts["accepted"] > 0
 
 
 def worst_token(alone: Any, requests: list[Any], outputs: list[list[int]]) -> float:
-    """How far, in nats, any generated token is from the one that the target holds for the likeliest in its place."""
+    """How far, in nats, any generated token is from the one that the target holds for
+    the likeliest in its place.
+    """
     texts = [
         {"prompt_token_ids": [*request["prompt_token_ids"], *ids]}
         for request, ids in zip(requests, outputs, strict=True)
     ]
-    scored = alone.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
+    scored = alone.generate(
+        texts, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False
+    )
     return max(
         max(entry.logprob for entry in place.values()) - place[token].logprob
         for text, ids in zip(scored, outputs, strict=True)
@@ -108,14 +138,20 @@ def test_another_token_is_not_near_the_best(started: Factory) -> None:
 
 
 @pytest.mark.full
-def test_quantised_lm_head_is_read_as_vllm_computes_it(started: Factory, tiny_model: Factory) -> None:
+def test_quantised_lm_head_is_read_as_vllm_computes_it(
+    started: Factory, tiny_model: Factory
+) -> None:
     """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
     target = drafter_of(started("w8a8-head", "cp-short")).target
     weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
     written = quantised.w8a8("lm_head", weight)
     ids = torch.arange(50)
     rows, bias = target.lm_head_rows(ids)
-    expected = (written["lm_head.weight"].float() * written["lm_head.weight_scale"])[ids]
+    expected = (written["lm_head.weight"].float() * written["lm_head.weight_scale"])[
+        ids
+    ]
     assert not torch.equal(expected, weight[ids])
-    torch.testing.assert_close(rows, expected.to(rows.dtype))  # bfloat16 where the kernel takes nothing wider
+    torch.testing.assert_close(
+        rows, expected.to(rows.dtype)
+    )  # bfloat16 where the kernel takes nothing wider
     assert not bias.any()

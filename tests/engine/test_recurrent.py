@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published speculators in engines: what they draft is the formulas', and what vLLM's own module reads is read."""
+"""Published speculators in engines: what they draft is the formulas', and what vLLM's
+own module reads is read.
+"""
 
 import json
 from pathlib import Path
@@ -22,53 +24,103 @@ pytestmark = pytest.mark.engine
 @pytest.mark.parametrize("size", [None, 40])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_drafts_are_the_formula(
-    engine: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, size: int | None
+    engine: Factory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    size: int | None,
 ) -> None:
-    """Of the whole vocabulary, and of the tokens that a text has most often; the output is vLLM's."""
-    folder, options = publish(tmp_path / "heads", layout, "speculator.", 2), {}
-    config, tensors = LAYOUTS[layout], weights_of(LAYOUTS[layout])
+    """Of the whole vocabulary, and of the tokens that a text has most often; the output
+    is vLLM's.
+    """
+    folder = publish(tmp_path / "heads", layout, "speculator.", 2)
+    options = {}
+    config = LAYOUTS[layout]
+    tensors = weights_of(LAYOUTS[layout])
     if size is not None:
         counts = torch.zeros(320, dtype=torch.int64)
         counts[7 : 7 + 2 * size : 2] = 5
         save_file({"token_counts": counts}, folder / "token_counts.safetensors")
         written = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(written | {"token_counts": True}))
+        (folder / "config.json").write_text(
+            json.dumps(written | {"token_counts": True})
+        )
         options = {"draft_vocab_size": size}
-        tensors = {name: tensor.where((counts > 0)[:, None], -1e3) if name.startswith("head") else tensor
-                   for name, tensor in tensors.items()}  # fmt: skip
+        tensors = {
+            name: tensor.where((counts > 0)[:, None], -1e3)
+            if name.startswith("head")
+            else tensor
+            for name, tensor in tensors.items()
+        }
     llm = engine({"model": str(folder), **options})
-    drafter, seen = drafter_of(llm).drafter, []
+    drafter = drafter_of(llm).drafter
+    seen = []
     propose = drafter.propose
 
     def spied(step: Any) -> Any:
         made = propose(step)
-        seen.extend(zip(step.hidden.clone(), step.newest_ids.tolist(), made.token_ids.tolist(), strict=True))
+        seen.extend(
+            zip(
+                step.hidden.clone(),
+                step.newest_ids.tolist(),
+                made.token_ids.tolist(),
+                strict=True,
+            )
+        )
         return made
 
     monkeypatch.setattr(drafter, "propose", spied)
-    assert generate(llm, prompts(3), greedy(12)) == generate(engine(), prompts(3), greedy(12))
+    assert generate(llm, prompts(3), greedy(12)) == generate(
+        engine(), prompts(3), greedy(12)
+    )
     assert len(seen) >= 30
     for hidden, newest, drafted in seen:
         assert drafted == drafts(config, tensors, hidden, newest, config["n_predict"])
 
 
 @pytest.mark.parametrize("layout", ["ibm", "ibm-5", "ibm-5-tied"])
-def test_vllms_own_module_reads_the_same(engine: Factory, tmp_path: Path, layout: str) -> None:
-    """vLLM 0.32 has the module without the loop that ran it: its parts, in that loop, give the formulas' logits."""
+def test_vllms_own_module_reads_the_same(
+    engine: Factory, tmp_path: Path, layout: str
+) -> None:
+    """vLLM 0.32 has the module without the loop that ran it: its parts, in that loop,
+    give the formulas' logits.
+    """
     engine()  # vLLM's parallel groups
-    config, hidden, tokens = LAYOUTS[layout], torch.randn(64), [3, 50, 7]
-    settings = MLPSpeculatorConfig(**config | {"vocab_size": 320, "top_k_tokens_per_head": [1] * config["n_predict"]})
+    config = LAYOUTS[layout]
+    hidden = torch.randn(64)
+    tokens = [3, 50, 7]
+    settings = MLPSpeculatorConfig(
+        **config
+        | {"vocab_size": 320, "top_k_tokens_per_head": [1] * config["n_predict"]}
+    )
     with set_current_vllm_config(VllmConfig()):
-        module = MLPSpeculator(vllm_config=SimpleNamespace(model_config=SimpleNamespace(hf_config=settings)))
+        module = MLPSpeculator(
+            vllm_config=SimpleNamespace(
+                model_config=SimpleNamespace(hf_config=settings)
+            )
+        )
     stored = load_file(publish(tmp_path, layout, "speculator.") / "model.safetensors")
     named = dict(module.named_parameters())
-    several = {name.replace(".0.", f".{i}."): tensor for name, tensor in stored.items() if ".head.0." in name
-               for i in range(config["n_predict"])} if config["tie_weights"] else {}  # fmt: skip
+    several = (
+        {
+            name.replace(".0.", f".{i}."): tensor
+            for name, tensor in stored.items()
+            if ".head.0." in name
+            for i in range(config["n_predict"])
+        }
+        if config["tie_weights"]
+        else {}
+    )
     assert module.load_weights((stored | several).items()) == named.keys()
     state = module.ln0(hidden) / 2**0.5 if config["scale_input"] else hidden
     for i, (logits, _) in enumerate(states(config, weights_of(config), hidden, tokens)):
         embedded = module.emb[i](torch.tensor(tokens[i]))
         state = module.activation(
-            module.ln[i](module.proj[i](state) + module.emb_weight / module.state_weight * embedded)
+            module.ln[i](
+                module.proj[i](state)
+                + module.emb_weight / module.state_weight * embedded
+            )
         )
-        torch.testing.assert_close(module.head[i].weight[:320] @ state, logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            module.head[i].weight[:320] @ state, logits, rtol=1e-4, atol=1e-4
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted and logged: of a request with vLLM's --per-request-spec-decode-metrics, of steps, of acceptance."""
+"""What is counted and logged: of a request with vLLM's
+--per-request-spec-decode-metrics, of steps, of acceptance.
+"""
 
 from typing import Any
 
@@ -18,16 +20,27 @@ REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2, 20)]
 PARAMS = [greedy(24), greedy(24), greedy(24, extra_args={"ppd_draft": False})]
 
 
-@pytest.mark.parametrize("options", [LOOKUP, METHODS["cp"] | LOOKUP | {"method": "cp"}], ids=["alone", "beside heads"])
-def test_a_request_sees_its_own_accepted_drafts(drafting: Factory, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [LOOKUP, METHODS["cp"] | LOOKUP | {"method": "cp"}],
+    ids=["alone", "beside heads"],
+)
+def test_a_request_sees_its_own_accepted_drafts(
+    drafting: Factory, options: dict[str, Any]
+) -> None:
     """Each sees what an engine counts that serves it alone, whoever decodes beside it."""
     llm = drafting(options, per_request_spec_decode_metrics="detailed")
 
     def accepted(*places: int) -> list[int]:
-        outputs = llm.generate([REQUESTS[i] for i in places], [PARAMS[i] for i in places], use_tqdm=False)
+        outputs = llm.generate(
+            [REQUESTS[i] for i in places], [PARAMS[i] for i in places], use_tqdm=False
+        )
         seen = [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
         for of_request in seen:
-            assert sum(of_request.get("per_step_accepted", [])) == of_request["num_accepted_draft_tokens"]
+            assert (
+                sum(of_request.get("per_step_accepted", []))
+                == of_request["num_accepted_draft_tokens"]
+            )
         return [of_request["num_accepted_draft_tokens"] for of_request in seen]
 
     alone = []
@@ -44,17 +57,32 @@ def test_steps_and_time_are_counted(drafting: Factory) -> None:
     with counting(llm) as seen:
         generate(llm, prompts(2), greedy(12))
     # Nothing stops at gamma: what lies behind it is verified as well.
-    assert set(seen) & set(COUNTERS) == {"deferred_steps", "fallback_steps", "drafting_seconds"}
-    assert seen["deferred_steps"] > seen["fallback_steps"] > 0 and seen["drafting_seconds"] > 0
+    assert set(seen) & set(COUNTERS) == {
+        "deferred_steps",
+        "fallback_steps",
+        "drafting_seconds",
+    }
+    assert (
+        seen["deferred_steps"] > seen["fallback_steps"] > 0
+        and seen["drafting_seconds"] > 0
+    )
 
 
-def test_hardly_any_accepted_draft_is_a_warning(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardly_any_accepted_draft_is_a_warning(
+    drafting: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = drafting(METHODS["cp"])
     stock = drafter_of(llm).propose
-    monkeypatch.setattr(drafter_of(llm), "propose", lambda *args, **kwargs: stock(*args, **kwargs).fill_(1))
+    monkeypatch.setattr(
+        drafter_of(llm),
+        "propose",
+        lambda *args, **kwargs: stock(*args, **kwargs).fill_(1),
+    )
     monkeypatch.setattr(statistics, "WINDOW", 20)
     with our_log() as messages:
         generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
-        assert not messages  # who opts out is given drafts all the same, which are rejected
+        assert (
+            not messages
+        )  # who opts out is given drafts all the same, which are rejected
         generate(llm, prompts(2), greedy(16))
     assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]

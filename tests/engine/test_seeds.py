@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampling request with a seed gives the output that vLLM alone gives it: whatever is drafted, however its prompt is
-read, beside whichever others, and through preemptions."""
+"""A sampling request with a seed gives the output that vLLM alone gives it: whatever
+is drafted, however its prompt is read, beside whichever others, and through
+preemptions."""
 
 from typing import Any
 
@@ -18,7 +19,16 @@ from vllm_ppd.kernels import sampling
 from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
 
 pytestmark = pytest.mark.engine
-LENGTHS = (5, 33, 64, 65, 100, 129, 150, 193)  # chunks of 64, some of which leave a single token
+LENGTHS = (
+    5,
+    33,
+    64,
+    65,
+    100,
+    129,
+    150,
+    193,
+)  # chunks of 64, some of which leave a single token
 CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 
 
@@ -27,22 +37,40 @@ def prompt(length: int, offset: int = 0) -> dict[str, list[int]]:
 
 
 def seeded(seed: int, **settings: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "seed": seed, **settings})
+    return SamplingParams(
+        **{
+            "temperature": 1.0,
+            "max_tokens": 16,
+            "ignore_eos": True,
+            "seed": seed,
+            **settings,
+        }
+    )
 
 
-def in_turn(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[list[int]]:
-    return [generate(llm, [request], param)[0] for request, param in zip(requests, params, strict=True)]
+def in_turn(
+    llm: Any, requests: list[Any], params: list[SamplingParams]
+) -> list[list[int]]:
+    return [
+        generate(llm, [request], param)[0]
+        for request, param in zip(requests, params, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_prompts_in_chunks_give_the_output_of_whole_prompts(engine: Factory, drafting: Factory, name: str) -> None:
-    requests, params = [prompt(n, n) for n in LENGTHS], [seeded(5 + i) for i in range(len(LENGTHS))]
+def test_prompts_in_chunks_give_the_output_of_whole_prompts(
+    engine: Factory, drafting: Factory, name: str
+) -> None:
+    requests = [prompt(n, n) for n in LENGTHS]
+    params = [seeded(5 + i) for i in range(len(LENGTHS))]
     expected = in_turn(engine(on_v2=True, max_num_batched_tokens=512), requests, params)
     assert len(set(map(tuple, expected))) == len(LENGTHS)
     llm = drafting(METHODS[name], max_num_batched_tokens=64)
     assert in_turn(llm, requests, params) == generate(llm, requests, params) == expected
     sampled = SamplingParams(temperature=0.9, max_tokens=24)
-    among = generate(llm, [prompt(90, 1), *requests, prompt(140, 2)], [sampled, *params, greedy(24)])
+    among = generate(
+        llm, [prompt(90, 1), *requests, prompt(140, 2)], [sampled, *params, greedy(24)]
+    )
     assert among[1:-1] == expected
 
 
@@ -68,7 +96,13 @@ def test_output_is_vllms_through_preemptions(
     assert llm.counts["preempted"] > 6 and llm.counts["accepted"] > 20
 
 
-WAYS = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"presence_penalty": 1.5}, {"logprobs": 2}]
+WAYS = [
+    {},
+    {"top_p": 0.9},
+    {"top_k": 20, "top_p": 0.9},
+    {"presence_penalty": 1.5},
+    {"logprobs": 2},
+]
 
 
 @pytest.mark.parametrize("name", full_but({"cp"}, METHODS))
@@ -76,7 +110,8 @@ WAYS = [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.9}, {"presence_penalty": 1.
 def test_output_is_vllms_with_other_ways_of_sampling(
     engine: Factory, drafting: Factory, name: str, sampling: dict[str, Any]
 ) -> None:
-    llm, params = drafting(METHODS[name]), [seeded(i, temperature=0.7, **sampling) for i in range(4)]
+    llm = drafting(METHODS[name])
+    params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
     company = [greedy(30), *params, SamplingParams(temperature=1.0, max_tokens=20)]
     with counting(llm) as seen:
         outputs = generate(llm, prompts(6, 30), company)[1:-1]
@@ -85,12 +120,22 @@ def test_output_is_vllms_with_other_ways_of_sampling(
 
 
 @pytest.mark.parametrize("regex", [None, "[a-z]{16}"], ids=["free", "structured"])
-def test_requests_repeat_from_the_prefix_cache(engine: Factory, regex: str | None) -> None:
-    """vLLM pads a request that has one token to compute with placeholder drafts, which would take draws."""
+def test_requests_repeat_from_the_prefix_cache(
+    engine: Factory, regex: str | None
+) -> None:
+    """vLLM pads a request that has one token to compute with placeholder drafts, which
+    would take draws.
+    """
     llm = engine({"method": "ppd", "exit_layer": 3}, **CACHED)
-    structured = {} if regex is None else {"structured_outputs": StructuredOutputsParams(regex=regex)}
+    structured = (
+        {}
+        if regex is None
+        else {"structured_outputs": StructuredOutputsParams(regex=regex)}
+    )
     offset = 0 if regex is None else 100
-    requests = [prompt(length, length + offset) for length in range(62, 69)]  # two blocks are 64 tokens
+    requests = [
+        prompt(length, length + offset) for length in range(62, 69)
+    ]  # two blocks are 64 tokens
     params = [seeded(i, **structured) for i in range(len(requests))]
     first = in_turn(engine(on_v2=True, **CACHED), requests, params)
     assert len(set(map(tuple, first))) == len(requests)
@@ -109,10 +154,15 @@ def test_drafts_are_drawn_with_the_targets_random_numbers(
     drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """With others of the same distribution fewer drafts would be accepted."""
-    llm, accepted = drafting(METHODS[name]), []
+    llm = drafting(METHODS[name])
+    accepted = []
     params = [greedy(40, temperature=2.0, seed=seed) for seed in range(8)]
     for shift in (0, 1):
-        monkeypatch.setattr(sampling, "exponential", lambda seeds, *rest, by=shift: exponential(seeds + by, *rest))
+        monkeypatch.setattr(
+            sampling,
+            "exponential",
+            lambda seeds, *rest, by=shift: exponential(seeds + by, *rest),
+        )
         with counting(llm) as seen:
             generate(llm, prompts(8), params)
         accepted.append(seen["accepted"])
@@ -122,8 +172,18 @@ def test_drafts_are_drawn_with_the_targets_random_numbers(
 def test_noise_is_vllms() -> None:
     """Whoever draws from the same logits draws the same token."""
     logits = torch.randn(6, 3000)
-    heat, rows, positions = torch.tensor([0.5, 1.0, 0.0, 2.0]), torch.tensor([3, 0, 1, 2, 1, 0]), torch.arange(6) + 70
+    heat = torch.tensor([0.5, 1.0, 0.0, 2.0])
+    rows = torch.tensor([3, 0, 1, 2, 1, 0])
+    positions = torch.arange(6) + 70
     seeds = torch.tensor([5, -(1 << 63), 1 << 40, -7])
-    expected = gumbel_sample(logits, rows.int(), heat, seeds, positions, apply_temperature=True, is_drafting=False)
+    expected = gumbel_sample(
+        logits,
+        rows.int(),
+        heat,
+        seeds,
+        positions,
+        apply_temperature=True,
+        is_drafting=False,
+    )
     sampling = Sampling(heat[rows], seeds=seeds[rows], positions=positions)
     assert draw_rows(logits, sampling).tolist() == expected.tolist()

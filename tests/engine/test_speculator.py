@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What speculators promise beside the output: no wait for the device, masks, both ways of scheduling."""
+"""What speculators promise beside the output: no wait for the device, masks, both ways
+of scheduling.
+"""
 
 import itertools
 from typing import Any
@@ -17,19 +19,37 @@ from vllm_ppd.kernels import sampling
 
 pytestmark = pytest.mark.engine
 MORE: dict[str, dict[str, Any]] = METHODS | {
-    "classifiers": {"method": "ppd", "gamma": 0.02, "heads": ("early", {"head": "classifier"})},
-    "cp-recurrent": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"condition": "recurrent"})},
-    "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": ("recurrent", {"tie_weights": False})},
+    "classifiers": {
+        "method": "ppd",
+        "gamma": 0.02,
+        "heads": ("early", {"head": "classifier"}),
+    },
+    "cp-recurrent": {
+        "method": "cp",
+        "draft_vocab_size": 100,
+        "heads": ("cp", {"condition": "recurrent"}),
+    },
+    "recurrent": {
+        "method": "recurrent",
+        "draft_vocab_size": 100,
+        "heads": ("recurrent", {"tie_weights": False}),
+    },
 }
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_proposing_never_waits_for_the_device(drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_proposing_never_waits_for_the_device(
+    drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setattr(sampling, "known_unlimited", lambda *_: False)  # as on a GPU
     llm = drafting(MORE[name])
     with counting(llm) as seen, watching(drafter_of(llm)) as modes:
         CASES["batch_16"](llm)
-        generate(llm, prompts(6), SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12))
+        generate(
+            llm,
+            prompts(6),
+            SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12),
+        )
     assert seen["accepted"] > 0
     assert {wait for mode in modes for wait in mode.waits} == set()
 
@@ -45,11 +65,15 @@ def test_the_watch_sees_waits() -> None:
 def test_both_ways_of_scheduling_give_the_same(
     alone: Factory, drafting: Factory, name: str, asynchronous: bool
 ) -> None:
-    """Two batches in flight: the host schedules a step before it knows what the one before it said."""
+    """Two batches in flight: the host schedules a step before it knows what the one
+    before it said.
+    """
     llm = drafting(METHODS[name], async_scheduling=asynchronous)
     core = llm.llm_engine.engine_core.engine_core
     scheduler = type(core.scheduler).__name__
-    assert (scheduler, core.batch_queue_size) == (("AsyncScheduler", 2) if asynchronous else ("Scheduler", 1))
+    assert (scheduler, core.batch_queue_size) == (
+        ("AsyncScheduler", 2) if asynchronous else ("Scheduler", 1)
+    )
     with counting(llm) as seen:
         assert CASES["mixed_lengths"](llm) == alone("mixed_lengths")
     assert seen["accepted"] > 0
@@ -57,16 +81,33 @@ def test_both_ways_of_scheduling_give_the_same(
 
 @pytest.mark.parametrize(
     ("name", "failing", "limit"),
-    [("cp", 3, None), ("cp", 3, 2), ("early", 0, None), ("early", 3, None), ("early", 4, None), ("dynamo", 3, None)],
+    [
+        ("cp", 3, None),
+        ("cp", 3, 2),
+        ("early", 0, None),
+        ("early", 3, None),
+        ("early", 4, None),
+        ("dynamo", 3, None),
+    ],
 )
 def test_a_step_that_failed_changes_nothing_of_those_to_come(
-    engine: Factory, drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str, failing: int, limit: int | None
+    engine: Factory,
+    drafting: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    failing: int,
+    limit: int | None,
 ) -> None:
-    """vLLM's sampler raises before the drafts of a step: of prompts, of drafts, of both, or one that drafts nothing."""
-    requests, params = prompts(5, 60), [greedy(max_tokens=n) for n in (4, 40, 12, 40, 8)]
+    """vLLM's sampler raises before the drafts of a step: of prompts, of drafts, of
+    both, or one that drafts nothing.
+    """
+    requests = prompts(5, 60)
+    params = [greedy(max_tokens=n) for n in (4, 40, 12, 40, 8)]
     options = METHODS[name] | ({"disable_by_batch_size": limit} if limit else {})
-    llm, expected = drafting(options), generate(engine(), requests, params)
-    runner, steps = runner_of(llm), itertools.count()
+    llm = drafting(options)
+    expected = generate(engine(), requests, params)
+    runner = runner_of(llm)
+    steps = itertools.count()
     stock = runner.sampler.apply_sampling_params
 
     def fails_once(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +120,9 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
         with pytest.raises(RuntimeError, match="sampler of a test"):
             generate(llm, requests, params)
     finally:
-        llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
+        llm.llm_engine.abort_request(
+            list(llm.llm_engine.output_processor.request_states), internal=True
+        )
     runner._dummy_run(8)  # as between other ranks' requests
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected
@@ -99,11 +142,18 @@ def test_request_that_opts_out_accepts_nothing(drafting: Factory) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
 @pytest.mark.parametrize("name", METHODS)
-def test_replayed_drafts_are_those_of_the_step(engine: Factory, drafting: Factory, name: str) -> None:
-    """As in CUDA graphs, padded batches included: what the host knew at the recording must not matter."""
-    requests, params = prompts(3), [greedy(max_tokens=n) for n in (6, 12, 20)]
-    expected, llm = generate(engine(), requests, params), drafting(METHODS[name])
-    speculator, accepted = runner_of(llm).speculator, []
+def test_replayed_drafts_are_those_of_the_step(
+    engine: Factory, drafting: Factory, name: str
+) -> None:
+    """As in CUDA graphs, padded batches included: what the host knew at the recording
+    must not matter.
+    """
+    requests = prompts(3)
+    params = [greedy(max_tokens=n) for n in (6, 12, 20)]
+    expected = generate(engine(), requests, params)
+    llm = drafting(METHODS[name])
+    speculator = runner_of(llm).speculator
+    accepted = []
     call_attention_directly(runner_of(llm).model)
     for graphs in (None, Replayed(speculator, "greedy")):
         if graphs is not None:
@@ -123,6 +173,10 @@ def test_drafts_have_graphs_up_to_the_largest_batch_whose_verification_has_one(
     drafting: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speculator = drafter_of(drafting(METHODS["cp"]))
-    monkeypatch.setattr(speculator.vllm_config.compilation_config, "cudagraph_capture_sizes", [1, 2, 4, 8, 16, 32])
+    monkeypatch.setattr(
+        speculator.vllm_config.compilation_config,
+        "cudagraph_capture_sizes",
+        [1, 2, 4, 8, 16, 32],
+    )
     assert speculator._config_of_graphs().scheduler_config.max_num_seqs == 32 // (1 + 3)
     assert speculator.vllm_config.scheduler_config.max_num_seqs == 16

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step costs: measured once when an engine has warmed up, kept, and all that the number of drafts depends on."""
+"""Step costs: measured once when an engine has warmed up, kept, and all that the number
+of drafts depends on.
+"""
 
 import importlib.metadata
 import logging
@@ -31,11 +33,17 @@ from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
 ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": True}
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
-TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS)
+TABLE = CostTable(
+    sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS
+)
 
 
-def measured(seconds: Callable[[int, int], float], largest: int, delay: float = 0.0) -> tuple[CostTable, int]:
-    """A table of steps that take so long, and the rounds that were run; every other one is late unless all are slow."""
+def measured(
+    seconds: Callable[[int, int], float], largest: int, delay: float = 0.0
+) -> tuple[CostTable, int]:
+    """A table of steps that take so long, and the rounds that were run; every other one
+    is late unless all are slow.
+    """
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
@@ -46,7 +54,9 @@ def measured(seconds: Callable[[int, int], float], largest: int, delay: float = 
         late = 10.0 if len(rounds) % 2 and not delay else 1.0
         return [late * seconds(requests, count) for count in counts]
 
-    return measure.measure_table(run, largest, [0, 1, 3], lambda value: value), len(rounds)
+    return measure.measure_table(run, largest, [0, 1, 3], lambda value: value), len(
+        rounds
+    )
 
 
 def test_the_fastest_round_of_each_batch_size_counts() -> None:
@@ -56,7 +66,9 @@ def test_the_fastest_round_of_each_batch_size_counts() -> None:
     assert rounds == 4 * measure.ROUNDS
 
 
-def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
@@ -64,9 +76,13 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(mon
         now += sum(0.02 * requests * (1 + count) for count in counts)
         return [0.02 * requests * (1 + count) for count in counts]
 
-    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(
+        measure, "time", types.SimpleNamespace(perf_counter=lambda: now)
+    )
     table = measure.measure_table(run, 256, [0, 1, 3], lambda value: value)
-    assert now < 3 * measure.SECONDS and 32 <= max(table.sizes) < 256 and 1 in table.sizes
+    assert (
+        now < 3 * measure.SECONDS and 32 <= max(table.sizes) < 256 and 1 in table.sizes
+    )
     assert StepCosts(table).relative(256)[3] == pytest.approx(4)
 
 
@@ -76,20 +92,27 @@ IDLE = [[0.02, 0.022, 0.025], [0.023, 0.026, 0.0345], [0.027, 0.041, 0.0766]]
 
 @pytest.mark.parametrize("then", [IDLE, BUSY])
 def test_a_busy_machine_is_measured_once_more(then: list[list[float]]) -> None:
-    """The table that an engine was seen to measure, start to end, and the machine's own once it is idle, if ever."""
+    """The table that an engine was seen to measure, start to end, and the machine's own
+    once it is idle, if ever.
+    """
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
         if counts == [0]:
             return [1.0]
         rounds.append(requests)
-        return (BUSY if len(rounds) <= 3 * measure.ROUNDS else then)[[1, 4, 16].index(requests)]
+        return (BUSY if len(rounds) <= 3 * measure.ROUNDS else then)[
+            [1, 4, 16].index(requests)
+        ]
 
     table = measure.measure_table(run, 16, [0, 1, 3], lambda value: value)
     assert len(rounds) == 2 * 3 * measure.ROUNDS
     assert table.seconds == np.minimum(then, BUSY).tolist()
     if then is BUSY:
-        assert table.implausible() == "1 request with 3 drafts 375.8 ms, 4 requests with 3 drafts 34.5 ms"
+        assert (
+            table.implausible()
+            == "1 request with 3 drafts 375.8 ms, 4 requests with 3 drafts 34.5 ms"
+        )
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -99,7 +122,9 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     monkeypatch.setattr(measure, "ROUND_SECONDS", 0.05)
     values: list[Any] = []
 
-    def steps(rank: int, from_first_rank: Callable[[Any], Any]) -> tuple[list[int], CostTable]:
+    def steps(
+        rank: int, from_first_rank: Callable[[Any], Any]
+    ) -> tuple[list[int], CostTable]:
         ran: list[int] = []
 
         def run(requests: int, counts: Sequence[int]) -> list[float]:
@@ -112,7 +137,9 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     first = steps(0, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
     sent = iter(values)
     assert steps(1, lambda _: next(sent)) == first and not list(sent)
-    assert (first[0].count(16) > measure.ROUNDS + 1) is (busy == 0)  # the sizes are measured once or twice
+    assert (first[0].count(16) > measure.ROUNDS + 1) is (
+        busy == 0
+    )  # the sizes are measured once or twice
 
 
 @pytest.mark.parametrize(
@@ -122,15 +149,19 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
         b"{}",
         b'{"method": {"sizes": [1], "counts": [0, 1], "seconds": [[1.0]]}}',
         b'{"method": {"sizes": [1], "counts": [0], "seconds": [[1.0]], "second_fastest": []}}',
-        b'{"method": {"sizes": [1], "counts": [0], "seconds": [[1.0]]}}',  # of a version that recorded no spread
-        b'{"method": {"sizes": [1], "counts": [0, 1], "seconds": [[2.0, 1.0]], "second_fastest": [[2.0, 1.0]]}}',
+        # of a version that recorded no spread
+        b'{"method": {"sizes": [1], "counts": [0], "seconds": [[1.0]]}}',
+        b'{"method": {"sizes": [1], "counts": [0, 1], "seconds": [[2.0, 1.0]], '
+        b'"second_fastest": [[2.0, 1.0]]}}',
     ],
 )
 def test_a_damaged_or_implausible_file_is_none(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "costs" / "kept.json"
     assert step_costs.load(path) is None
     MeasuredCosts(method=TABLE).save(path)
-    assert step_costs.load(path) == MeasuredCosts(method=TABLE) and list(path.parent.iterdir()) == [path]
+    assert step_costs.load(path) == MeasuredCosts(method=TABLE) and list(
+        path.parent.iterdir()
+    ) == [path]
     path.write_bytes(damage)
     assert step_costs.load(path) is None
 
@@ -139,14 +170,24 @@ def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
     """So a start that measures replaces the file that later starts read."""
     files = [
         step_costs.cache_file(drafting_config(vllm_config), vllm_config)
-        for options in ({}, {"step_costs": "measure"}, {"adaptive": False}, {"exit_layer": 4})
-        for vllm_config in [from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})]
+        for options in (
+            {},
+            {"step_costs": "measure"},
+            {"adaptive": False},
+            {"exit_layer": 4},
+        )
+        for vllm_config in [
+            from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})
+        ]
     ]
     assert files[0] == files[1] == files[2] != files[3]
 
 
 def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
-    tiny_model: Factory, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory,
+    whole_heads: Factory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heads = tmp_path / "heads"
     shutil.copytree(whole_heads("cp"), heads)
@@ -158,7 +199,10 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     first = kept_in()
     assert kept_in() == first
     weights = load_file(heads / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, heads / "model.safetensors")
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()},
+        heads / "model.safetensors",
+    )
     retrained = kept_in()
     assert retrained != first
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
@@ -174,12 +218,22 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     [
         ("scheduler_config", "max_num_seqs", 16, 16),
         ("", "max_model_len", 20, 0),  # a request of a round is longer
-        ("kv_cache_config", "num_blocks", 12, 5),  # two blocks each, and vLLM's null block
+        (
+            "kv_cache_config",
+            "num_blocks",
+            12,
+            5,
+        ),  # two blocks each, and vLLM's null block
         ("scheduler_config", "max_num_batched_tokens", 48, 12),
     ],
 )
 def test_the_largest_batch_that_can_be_timed(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, value: int, largest: int
+    engine: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: str,
+    name: str,
+    value: int,
+    largest: int,
 ) -> None:
     runner = runner_of(engine({**ADAPTIVE, "adaptive": False}))
     monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
@@ -189,14 +243,17 @@ def test_the_largest_batch_that_can_be_timed(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of step costs, for which no machine is too busy."""
-    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
+    monkeypatch.setattr(
+        envs, "VLLM_CACHE_ROOT", str(tmp_path)
+    )  # vLLM may have cached the variable
     monkeypatch.setattr(costs, "LIMIT", math.inf)
     return tmp_path / "vllm_ppd_step_costs"
 
 
 def choices_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of drafts that the scheduler chooses while an engine serves, step by step."""
-    stock, choices = ScheduledDrafts.__getitem__, []
+    stock = ScheduledDrafts.__getitem__
+    choices = []
 
     def choose(self: ScheduledDrafts, requests: int) -> int:
         choices.append(stock(self, requests))
@@ -212,18 +269,29 @@ def choices_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.engine
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_engines_with_the_same_table_make_the_same_drafts(
-    tiny_model: Factory, cache: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    tiny_model: Factory,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asynchronous: bool,
 ) -> None:
     """Whatever their steps take: a choice reads acceptance and the table."""
     first = start_engine(tiny_model(), ADAPTIVE, async_scheduling=asynchronous)
     # The first start has measured, and left no trace of it but a file.
     (path,) = cache.iterdir()
     kept = step_costs.load(path)
-    assert kept is not None and (kept.method.counts, kept.method.sizes) == ([0, 1, 3], [1, 4, 16])
-    assert not drafter_of(first).counters.values.any() and not runner_of(first).req_states.req_id_to_index
+    assert kept is not None and (kept.method.counts, kept.method.sizes) == (
+        [0, 1, 3],
+        [1, 4, 16],
+    )
+    assert (
+        not drafter_of(first).counters.values.any()
+        and not runner_of(first).req_states.req_id_to_index
+    )
     # Both take the table of a file that stands where the first has left it.
     dear = [[1.0, 1.3], [1.0, 1.4]]
-    table = MeasuredCosts(method=CostTable(sizes=[1, 4], counts=[0, 3], seconds=dear, second_fastest=dear))
+    table = MeasuredCosts(
+        method=CostTable(sizes=[1, 4], counts=[0, 3], seconds=dear, second_fastest=dear)
+    )
     table.save(path)
     with monkeypatch.context() as patch:
         patch.setattr(worker, "time_steps", lambda *args: pytest.fail("measured anew"))
@@ -235,7 +303,11 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     random = np.random.get_state()[1].tolist()  # noqa: NPY002
     first.collective_rpc("step_costs", kwargs={"again": True})
     assert np.random.get_state()[1].tolist() == random  # noqa: NPY002
-    assert list(cache.iterdir()) == [path] and step_costs.load(path) not in (None, kept, table)
+    assert list(cache.iterdir()) == [path] and step_costs.load(path) not in (
+        None,
+        kept,
+        table,
+    )
 
 
 @pytest.mark.engine
@@ -247,7 +319,9 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     llm = engine(ADAPTIVE)
     drafter = drafter_of(llm)
     path = step_costs.cache_file(drafter.config, drafter.vllm_config)
-    table = CostTable(sizes=[1, 4, 16], counts=[0, 1, 3], seconds=BUSY, second_fastest=BUSY)
+    table = CostTable(
+        sizes=[1, 4, 16], counts=[0, 1, 3], seconds=BUSY, second_fastest=BUSY
+    )
     MeasuredCosts(method=table).save(path)
     written = path.read_bytes()
 
@@ -258,7 +332,9 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     with our_log(logging.INFO) as messages:
         assert llm.collective_rpc("step_costs")[0].method.sizes == [1, 4, 16]
     assert path.read_bytes() == written
-    assert "again, as they are" in messages[0] and any("again, as the machine" in message for message in messages)
+    assert "again, as they are" in messages[0] and any(
+        "again, as the machine" in message for message in messages
+    )
     (warning,) = (message for message in messages if "this start only" in message)
     assert "--ppd-step-costs measure" in warning and len(warning) <= 300
 
@@ -269,12 +345,16 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
     name: str, engine: Factory, drafting: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = drafting(METHODS[name])
-    runner, steps = runner_of(llm), []
-    counts, execute = [0, drafter_of(llm).config.num_speculative_tokens], runner.execute_model
+    runner = runner_of(llm)
+    steps = []
+    counts = [0, drafter_of(llm).config.num_speculative_tokens]
+    execute = runner.execute_model
 
     def noted(output: Any, *args: Any) -> Any:
         drafts = output.scheduled_spec_decode_tokens
-        steps.append([len(drafts.get(name, ())) for name in output.num_scheduled_tokens])
+        steps.append(
+            [len(drafts.get(name, ())) for name in output.num_scheduled_tokens]
+        )
         return execute(output, *args)
 
     with monkeypatch.context() as patch:
@@ -285,4 +365,6 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
     assert steps[1:-1] == [[count] * 3 for count in counts[::-1] for _ in range(STEPS)]
     assert not any("dummy" in name for name in runner.req_states.req_id_to_index)
     requests = prompts(3, 20)
-    assert generate(llm, requests, greedy(20)) == generate(engine(), requests, greedy(20))
+    assert generate(llm, requests, greedy(20)) == generate(
+        engine(), requests, greedy(20)
+    )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of chosen tokens: each request's own, whatever is beside it, as vLLM alone gives them."""
+"""Log-probabilities of chosen tokens: each request's own, whatever is beside it, as
+vLLM alone gives them.
+"""
 
 from typing import Any
 
@@ -12,8 +14,12 @@ from vllm.sampling_params import StructuredOutputsParams
 Rows = list[list[tuple[int, float, int | None]]] | None
 
 
-def answers(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[tuple[list[int], Rows]]:
-    """Tokens, and a row each of (token, log-probability, rank) of what grammar and limits leave possible."""
+def answers(
+    llm: Any, requests: list[Any], params: list[SamplingParams]
+) -> list[tuple[list[int], Rows]]:
+    """Tokens, and a row each of (token, log-probability, rank) of what grammar and
+    limits leave possible.
+    """
     result = []
     for output in llm.generate(requests, params, use_tqdm=False):
         chosen = output.outputs[0]
@@ -21,7 +27,9 @@ def answers(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list
         if chosen.logprobs is not None:
             rows = [
                 sorted(
-                    (token, round(entry.logprob, 3), entry.rank) for token, entry in at.items() if entry.logprob > -1e30
+                    (token, round(entry.logprob, 3), entry.rank)
+                    for token, entry in at.items()
+                    if entry.logprob > -1e30
                 )
                 for at in chosen.logprobs
             ]
@@ -43,19 +51,40 @@ MORE = greedy(16, logprob_token_ids=[300, 7, 7, 44, 120, 3])
         [greedy(24, logprob_token_ids=[5, 9], logprobs=2)],
         [greedy(30), CHOSEN, greedy(30)],
         [greedy(30, logprobs=3), CHOSEN, greedy(20), MORE, greedy(12, logprobs=0)],
-        [greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5]), greedy(24, logprobs=8), CHOSEN],
         [
-            greedy(40, ignore_eos=False, logprob_token_ids=[35, 36], structured_outputs=JSON),
+            greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5]),
+            greedy(24, logprobs=8),
+            CHOSEN,
+        ],
+        [
+            greedy(
+                40,
+                ignore_eos=False,
+                logprob_token_ids=[35, 36],
+                structured_outputs=JSON,
+            ),
             greedy(30, logprobs=2),
             MORE,
         ],
     ],
-    ids=["alone", "with logprobs", "beside drafts", "beside logprobs", "without drafts", "structured"],
+    ids=[
+        "alone",
+        "with logprobs",
+        "beside drafts",
+        "beside logprobs",
+        "without drafts",
+        "structured",
+    ],
 )
-def test_as_vllm_alone_gives_them(engine: Factory, params: list[SamplingParams]) -> None:
+def test_as_vllm_alone_gives_them(
+    engine: Factory, params: list[SamplingParams]
+) -> None:
     """Alone means each request by itself: vLLM mixes up the rows of a batch."""
     requests = prompts(len(params), 60)
-    alone = [answers(engine(), [request], [param])[0] for request, param in zip(requests, params, strict=True)]
+    alone = [
+        answers(engine(), [request], [param])[0]
+        for request, param in zip(requests, params, strict=True)
+    ]
     llm = engine({"method": "ppd", "exit_layer": 3})
     drafted = llm.counts["drafted"]
     assert answers(llm, requests, params) == alone

@@ -40,39 +40,56 @@ def with_eps(eps_b: float, **settings: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("case", ["batch_16", "model_length", "arrivals_and_aborts"])
-def test_full_back_off_is_ordinary_decoding(drafting: Factory, alone: Factory, case: str) -> None:
+def test_full_back_off_is_ordinary_decoding(
+    drafting: Factory, alone: Factory, case: str
+) -> None:
     llm = drafting({**METHODS["dynamo"], "verify": False, "eps_b": 1.0})
     with counting(llm) as seen:
         assert CASES[case](llm) == alone(case)
     assert not seen["unverified_tokens"]
 
 
-def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> JointChoice:
-    """Algorithm 1 at every position of a sequence, given the token that follows, by transformers without a cache."""
+def choices_along(
+    model: Path, folder: str, tokens: list[int], eps_b: float
+) -> JointChoice:
+    """Algorithm 1 at every position of a sequence, given the token that follows, by
+    transformers without a cache.
+    """
     config, tensors = load_tensors(folder)
     target = Target(str(model), torch.device("cpu"), torch.float32)
     heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
     heads.load(tensors)
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
-    log_probs = [logits_at(target, states, 0.0).log_softmax(-1) for states in head_states(calibration, heads, batch)]
+    log_probs = [
+        logits_at(target, states, 0.0).log_softmax(-1)
+        for states in head_states(calibration, heads, batch)
+    ]
     settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
     counts = CoOccurrence.from_tensors(tensors)
     first_token = torch.tensor([*tokens[1:], 0])
-    return candidates(log_probs[1:], settings, counts and counts.ngrams, first_token).back_off(settings)
+    return candidates(
+        log_probs[1:], settings, counts and counts.ngrams, first_token
+    ).back_off(settings)
 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])
-def test_n_grams_are_those_of_algorithm_1(unverified: Any, tiny_model: Factory, eps_b: float) -> None:
-    """Greedy: each n-gram is the likeliest of the joint, given its first token, which the target samples."""
-    requests, heads = prompts(4), drafter_of(unverified).config.model
+def test_n_grams_are_those_of_algorithm_1(
+    unverified: Any, tiny_model: Factory, eps_b: float
+) -> None:
+    """Greedy: each n-gram is the likeliest of the joint, given its first token, which
+    the target samples.
+    """
+    requests = prompts(4)
+    heads = drafter_of(unverified).config.model
     with counting(unverified) as seen:
         outputs = generate(unverified, requests, with_eps(eps_b))
     several = 0
     for request, output in zip(requests, outputs, strict=True):
         prompt = request["prompt_token_ids"]
         choice = choices_along(tiny_model(), heads, prompt + output, eps_b)
-        best, at = choice.likeliest.tokens, 0
+        best = choice.likeliest.tokens
+        at = 0
         while at < len(output):
             place = len(prompt) + at - 1
             order = min(int(choice.order[place]), len(output) - at)
@@ -80,14 +97,26 @@ def test_n_grams_are_those_of_algorithm_1(unverified: Any, tiny_model: Factory, 
             several += order - 1
             at += order
     assert several > 10
-    assert several <= seen["unverified_tokens"] <= several + 3 * len(requests)  # some lie beyond a request's end
+    assert (
+        several <= seen["unverified_tokens"] <= several + 3 * len(requests)
+    )  # some lie beyond a request's end
 
 
-def test_n_grams_are_sampled_from_the_joint(unverified: Any, tiny_model: Factory) -> None:
-    """The first token follows the target's distribution, the second the joint's, given the first."""
-    samples = [s[:2] for s in sample(unverified, 1000, temperature=1.0, extra_args={"ppd_eps_b": 0.0})]
+def test_n_grams_are_sampled_from_the_joint(
+    unverified: Any, tiny_model: Factory
+) -> None:
+    """The first token follows the target's distribution, the second the joint's, given
+    the first.
+    """
+    samples = [
+        s[:2]
+        for s in sample(
+            unverified, 1000, temperature=1.0, extra_args={"ppd_eps_b": 0.0}
+        )
+    ]
     target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-    prompt, heads = PROMPT["prompt_token_ids"], drafter_of(unverified).config.model
+    prompt = PROMPT["prompt_token_ids"]
+    heads = drafter_of(unverified).config.model
     torch.manual_seed(0)
 
     def target_samples(tokens: list[int], count: int) -> list[int]:
@@ -111,7 +140,9 @@ def test_n_grams_are_sampled_from_the_joint(unverified: Any, tiny_model: Factory
     assert p_value(samples, pairs) > LEVEL
 
 
-def test_single_tokens_where_a_request_needs_them(unverified: Any, engine: Factory) -> None:
+def test_single_tokens_where_a_request_needs_them(
+    unverified: Any, engine: Factory
+) -> None:
     settings = [
         greedy(repetition_penalty=1.3),
         greedy(min_tokens=12, ignore_eos=False),
@@ -125,7 +156,9 @@ def test_single_tokens_where_a_request_needs_them(unverified: Any, engine: Facto
     assert all(len(output.outputs[0].logprobs) == 40 for output in free)
 
 
-def test_a_request_that_comes_in_with_a_single_token(unverified: Any, engine: Factory) -> None:
+def test_a_request_that_comes_in_with_a_single_token(
+    unverified: Any, engine: Factory
+) -> None:
     """vLLM gives it places for drafts, and the step more than one logit of it."""
 
     def tokens(llm: Any) -> dict[str, list[int]]:
@@ -146,5 +179,7 @@ def test_a_request_that_comes_in_with_a_single_token(unverified: Any, engine: Fa
 
 def test_structured_output_is_refused(unverified: Any) -> None:
     params = greedy(structured_outputs=StructuredOutputsParams(json=SCHEMA))
-    with pytest.raises(VLLMValidationError, match="structured outputs need verified tokens"):
+    with pytest.raises(
+        VLLMValidationError, match="structured outputs need verified tokens"
+    ):
         unverified.generate(prompts(1), params, use_tqdm=False)

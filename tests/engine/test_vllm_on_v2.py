@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM alone on runner V2 with our kernels says what it says on runner V1, and keeps its own runner beside ours."""
+"""vLLM alone on runner V2 with our kernels says what it says on runner V1, and keeps
+its own runner beside ours.
+"""
 
 import os
 import subprocess
@@ -17,7 +19,9 @@ from vllm_ppd.heads.training.target import Target
 
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's own kernels run there"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="vLLM's own kernels run there"
+    ),
 ]
 QUICK = {"batch_16", "structured_output", "penalties", "mixed_lengths"}
 
@@ -29,22 +33,34 @@ def test_same_output(engine: Factory, alone: Factory, case: str) -> None:
 
 def test_same_log_probabilities(engine: Factory, alone: Factory) -> None:
     """To rounding: the two sum up the vocabulary in different orders."""
-    for steps, others in zip(CASES["logprobs"](engine(on_v2=True)), alone("logprobs"), strict=True):
+    for steps, others in zip(
+        CASES["logprobs"](engine(on_v2=True)), alone("logprobs"), strict=True
+    ):
         for (token, entries), (other, other_entries) in zip(steps, others, strict=True):
             assert token == other
-            assert [entry[0] for entry in entries] == [entry[0] for entry in other_entries]
-            assert [entry[1] for entry in entries] == pytest.approx([entry[1] for entry in other_entries], abs=2e-3)
+            assert [entry[0] for entry in entries] == [
+                entry[0] for entry in other_entries
+            ]
+            assert [entry[1] for entry in entries] == pytest.approx(
+                [entry[1] for entry in other_entries], abs=2e-3
+            )
 
 
 def test_vllm_alone_still_asks_for_triton(engine: Factory, tiny_model: Factory) -> None:
     """Beside an engine on V2."""
-    runners = [type(runner_of(engine(**runner))).__module__ for runner in ({}, {"on_v2": True})]
-    assert runners == ["vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu.model_runner"]
+    runners = [
+        type(runner_of(engine(**runner))).__module__ for runner in ({}, {"on_v2": True})
+    ]
+    assert runners == [
+        "vllm.v1.worker.cpu_model_runner",
+        "vllm.v1.worker.cpu.model_runner",
+    ]
     with pytest.raises(ValueError, match="requires Triton"):
         start_engine(tiny_model(), None, additional_config=MARK)
 
 
-# vLLM's registration of kernels fails in a process in which Numba has compiled its n-grams, so that method comes last.
+# vLLM's registration of kernels fails in a process in which Numba has compiled its
+# n-grams, so that method comes last.
 BEFORE_AND_AFTER = """
 import sys
 from cases import CASES
@@ -55,7 +71,12 @@ METHODS = {
     "alone": None,
     "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 2},
     "ours": {"method": "ppd", "exit_layer": 3},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "ngram": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+    },
 }
 
 expected = None
@@ -64,13 +85,16 @@ for name in ("alone", "eagle", "ours", "alone", "eagle", "ngram"):
     said = CASES["batch_16"](llm)
     expected = expected or said
     assert said == expected, name
-    assert type(runner_of(llm)).__module__.startswith("vllm_ppd" if name == "ours" else "vllm.v1.worker.cpu_"), name
+    module = "vllm_ppd" if name == "ours" else "vllm.v1.worker.cpu_"
+    assert type(runner_of(llm)).__module__.startswith(module), name
     assert name in ("alone", "eagle") or llm.counts["accepted"] > 0, name
 print("same", flush=True)
 """
 
 
-def test_vllms_own_methods_before_and_after_ours(tiny_model: Factory, tmp_path: Path) -> None:
+def test_vllms_own_methods_before_and_after_ours(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
     """In one process; the EAGLE head is untrained."""
     model = str(tiny_model())
     target = Target(model, torch.device("cpu"), torch.float32, False)
@@ -78,5 +102,7 @@ def test_vllms_own_methods_before_and_after_ours(tiny_model: Factory, tmp_path: 
     paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", BEFORE_AND_AFTER, model, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": paths}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment
+    )
     assert run.stdout.endswith("same\n"), run.stdout[-1000:] + run.stderr[-3000:]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while an engine runs: its copies of them change, too, and so does what it says."""
+"""Weights that change while an engine runs: its copies of them change, too, and so does
+what it says.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,11 @@ from updated import WAYS, change_weights
 pytestmark = pytest.mark.engine
 MORE = METHODS | {
     "cp": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {})},
-    "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": ("recurrent", {"tie_weights": False})},
+    "recurrent": {
+        "method": "recurrent",
+        "draft_vocab_size": 100,
+        "heads": ("recurrent", {"tie_weights": False}),
+    },
 }
 
 
@@ -26,13 +32,20 @@ def other(made_once: Factory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_draft_vocabulary_follows(tiny_model: Factory, with_heads: Factory, other: Path, way: str) -> None:
+def test_draft_vocabulary_follows(
+    tiny_model: Factory, with_heads: Factory, other: Path, way: str
+) -> None:
     llm = start_engine(tiny_model(), with_heads(MORE["cp"]))
     vocabulary = drafter_of(llm).drafter.vocabulary
     states = torch.randn(5, 64)
     for model in (tiny_model(), other):
         expected = states @ load_file(model / "model.safetensors")["lm_head.weight"].T
-        torch.testing.assert_close(vocabulary.logits(states), expected[:, vocabulary.token_ids], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            vocabulary.logits(states),
+            expected[:, vocabulary.token_ids],
+            rtol=1e-4,
+            atol=1e-4,
+        )
         change_weights(llm, other, way)
 
 
@@ -42,10 +55,13 @@ def test_output_is_that_of_the_new_weights(
 ) -> None:
     expected = generate(start_engine(other, None), prompts(4), greedy())
     llm = start_engine(tiny_model(), with_heads(MORE[name]))
-    assert generate(llm, prompts(4), greedy()) == generate(engine(), prompts(4), greedy())
+    assert generate(llm, prompts(4), greedy()) == generate(
+        engine(), prompts(4), greedy()
+    )
     change_weights(llm, other, "reload")
     with counting(llm) as seen:
         assert generate(llm, prompts(4), greedy()) == expected
     assert seen["drafted"] > 0
-    # vLLM would register it for EPLB a second time, and write a draft model's new weights to it.
+    # vLLM would register it for EPLB a second time, and write a draft model's new
+    # weights to it.
     assert runner_of(llm).get_draft_model() is None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that run Triton kernels of ours: on a GPU, or in Triton's interpreter in a process of their own.
+"""Engines that run Triton kernels of ours: on a GPU, or in Triton's interpreter in a
+process of their own.
 
 tests/engine/test_interpreter.py starts that process.
 """

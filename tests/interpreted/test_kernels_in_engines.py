@@ -15,7 +15,12 @@ pytestmark = pytest.mark.engine
 HEADS = DEMO.parent / "heads"
 METHODS: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "model": str(HEADS / "cp")},
-    "early": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": 6, "num_speculative_tokens": 3},
+    "early": {
+        "method": "ppd",
+        "model": str(HEADS / "early"),
+        "exit_layer": 6,
+        "num_speculative_tokens": 3,
+    },
     "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
 }
 
@@ -37,12 +42,16 @@ def test_proposing_neither_waits_nor_sorts(name: str) -> None:
     with watching(drafter_of(llm)) as modes:
         generate(llm, prompts(2), greedy(6, temperature=0.6, top_p=0.9))
     assert {wait for mode in modes for wait in mode.waits} == set()
-    assert not any(mode.seen.keys() & {"sort", "multinomial", "_softmax", "cumsum"} for mode in modes)
+    assert not any(
+        mode.seen.keys() & {"sort", "multinomial", "_softmax", "cumsum"}
+        for mode in modes
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_output_is_vllms(name: str) -> None:
-    requests, params = prompts(4, 60), [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
+    requests = prompts(4, 60)
+    params = [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
     llm = engine(name)
     with counting(llm) as seen:
         assert generate(llm, requests, params) == generate(engine(), requests, params)

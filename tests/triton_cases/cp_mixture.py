@@ -14,11 +14,15 @@ from vllm_ppd.kernels.sampling import INVALID, Sampling
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def case(
+    rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Log weights, logits and first tokens; the last row's first token is unknown."""
     generator = torch.Generator().manual_seed(rows + vocab)
     weights = torch.randn(rows, rank, generator=generator).log_softmax(-1)
-    logits = (3 * torch.randn(rows, positions, rank, vocab, generator=generator)).to(dtype)
+    logits = (3 * torch.randn(rows, positions, rank, vocab, generator=generator)).to(
+        dtype
+    )
     first = torch.randint(vocab, (rows,), generator=generator)
     first[-1] = -1
     return [tensor.to(DEVICE) for tensor in (weights, logits, first)]
@@ -27,25 +31,41 @@ def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -
 def seeded(temperature: list[float], **limits: torch.Tensor) -> Sampling:
     rows = len(temperature)
     seeds = torch.arange(rows, device=DEVICE) * 977 + 5
-    return Sampling(torch.tensor(temperature, device=DEVICE), **limits, seeds=seeds, positions=3 * seeds)
+    return Sampling(
+        torch.tensor(temperature, device=DEVICE),
+        **limits,
+        seeds=seeds,
+        positions=3 * seeds,
+    )
 
 
 def same(actual: Any, expected: Any) -> None:
     """Equal tokens, and equal weights of the experts after the last of them."""
     assert actual[0].tolist() == expected[0].tolist()
-    torch.testing.assert_close(actual[1], expected[1], rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        actual[1], expected[1], rtol=1e-4, atol=1e-5, equal_nan=True
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize(
     ("rows", "positions", "rank", "vocab"),
     [(3, 4, 3, 257), (2, 2, 1, 5000), (1, 3, 5, 1), (1, 2, 2, 151_936)],
 )
 def test_greedy_chains(
-    dtype: torch.dtype, rows: int, positions: int, rank: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    rows: int,
+    positions: int,
+    rank: int,
+    vocab: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if DEVICE == "cpu" and vocab > 5000:
-        monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 8192)  # the interpreter counts operations, not numbers
+        monkeypatch.setattr(
+            cp_mixture_triton, "BLOCK_V", 8192
+        )  # the interpreter counts operations, not numbers
     made = case(rows, positions, rank, vocab, dtype)
     kept = made[0].clone()
     same(draft_chain(*made), reference(*made))
@@ -60,7 +80,10 @@ def test_chains_without_a_first_token(positions: int) -> None:
     top_p = torch.full((3,), 0.9, device=DEVICE)
     heat = [0.0, 0.7, 1.2]
     for sampling in (None, seeded(heat), seeded(heat, top_k=top_k, top_p=top_p)):
-        same(draft_chain(weights, logits, None, sampling), reference(weights, logits, None, sampling))
+        same(
+            draft_chain(weights, logits, None, sampling),
+            reference(weights, logits, None, sampling),
+        )
 
 
 def test_positions_in_turn_are_the_chain() -> None:
@@ -109,7 +132,9 @@ def test_seeds_repeat_and_differ() -> None:
     zeros = torch.zeros(8, dtype=torch.int64, device=DEVICE)
     runs = []
     for seed in (1, 1, 2):
-        sampling = Sampling(torch.ones(8, device=DEVICE), seeds=zeros + seed, positions=zeros)
+        sampling = Sampling(
+            torch.ones(8, device=DEVICE), seeds=zeros + seed, positions=zeros
+        )
         runs.append(draft_chain(*made, sampling, ids)[0].tolist())
         assert runs[-1] == reference(*made, sampling, ids)[0].tolist()
     assert runs[0] == runs[1] != runs[2]

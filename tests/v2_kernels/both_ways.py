@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cases share: vLLM's own launches, once in Triton's interpreter and once with our kernels.
+"""What the cases share: vLLM's own launches, once in Triton's interpreter and once with
+our kernels.
 
-A case calls the functions of vLLM that launch the kernels, so that it also tests the order
-of their arguments in the installed version.
+A case calls the functions of vLLM that launch the kernels, so that it also tests the
+order of their arguments in the installed version.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,14 +30,18 @@ def natively() -> Iterator[set[str]]:
         for name, ours in KERNELS.items():
             module, _, attribute = name.rpartition(".")
             stock = getattr(resolve_name(module), attribute)
-            patch.setattr(name, Recorded(stock, ours, lambda name=name: launched.add(name)))
+            patch.setattr(
+                name, Recorded(stock, ours, lambda name=name: launched.add(name))
+            )
         yield launched
 
 
 class Recorded(KernelOverride):
     """vLLM's wrapper of a registered kernel."""
 
-    def __init__(self, stock: Any, ours: Callable[..., Any], launch: Callable[[], None]) -> None:
+    def __init__(
+        self, stock: Any, ours: Callable[..., Any], launch: Callable[[], None]
+    ) -> None:
         super().__init__(stock, ours)
         self._record = launch
 
@@ -45,8 +50,14 @@ class Recorded(KernelOverride):
         return super().__getitem__(grid)
 
 
-def compare(case: Callable[[torch.Generator], Tensors], seed: int, *kernels: str, atol: float = 0.0) -> None:
-    """Run a case both ways, from the same random numbers; every tensor that it returns must be the same.
+def compare(
+    case: Callable[[torch.Generator], Tensors],
+    seed: int,
+    *kernels: str,
+    atol: float = 0.0,
+) -> None:
+    """Run a case both ways, from the same random numbers; every tensor that it returns
+    must be the same.
 
     Args:
         case: builds its arguments, calls vLLM and returns what the kernels wrote.
@@ -61,10 +72,23 @@ def compare(case: Callable[[torch.Generator], Tensors], seed: int, *kernels: str
         assert any(name.endswith(kernel) for name in launched), kernel
     assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=atol, equal_nan=True, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            actual[name],
+            tensor,
+            rtol=0,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda m, n=name: n + m,
+        )
 
 
-def integers(generator: torch.Generator, low: int, high: int, *shape: int, dtype: Any = torch.int32) -> torch.Tensor:
+def integers(
+    generator: torch.Generator,
+    low: int,
+    high: int,
+    *shape: int,
+    dtype: Any = torch.int32,
+) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
@@ -76,6 +100,8 @@ def starts_of(lengths: torch.Tensor, padding: int = 0) -> torch.Tensor:
     return starts
 
 
-def rows_of(generator: torch.Generator, requests: int, all_rows: int, dtype: Any = torch.int64) -> torch.Tensor:
+def rows_of(
+    generator: torch.Generator, requests: int, all_rows: int, dtype: Any = torch.int64
+) -> torch.Tensor:
     """Distinct rows of the requests' tables."""
     return torch.randperm(all_rows, generator=generator)[:requests].to(dtype)

@@ -28,7 +28,9 @@ def test_prefill_inputs(lookahead: int) -> None:
         ids = torch.full((1200,), -7, dtype=torch.int32)
         upcoming = torch.full((lookahead, ROWS), -7, dtype=torch.int32)
         tokens = integers(generator, 1, 900, ROWS, LONGEST)
-        module.prepare_prefill_inputs(ids, upcoming, rows, starts_of(lengths, 2), tokens, prefill, computed)
+        module.prepare_prefill_inputs(
+            ids, upcoming, rows, starts_of(lengths, 2), tokens, prefill, computed
+        )
         return {"ids": ids, "next": upcoming}
 
     compare(case, lookahead, "_prepare_prefill_inputs_kernel")
@@ -41,7 +43,9 @@ def test_positions_and_lengths(lengths: list[int]) -> None:
         seq_lens = torch.full((ROWS,), 5, dtype=torch.int32)
         rows = rows_of(generator, len(lengths), ROWS)
         computed = integers(generator, 0, 90, ROWS)
-        starts = starts_of(torch.tensor(lengths, dtype=torch.int64), padding=ROWS - len(lengths))
+        starts = starts_of(
+            torch.tensor(lengths, dtype=torch.int64), padding=ROWS - len(lengths)
+        )
         module.prepare_pos_seq_lens(rows, starts, computed, positions, seq_lens)
         return {"positions": positions, "lengths": seq_lens}
 
@@ -91,7 +95,9 @@ def test_numbers_of_sampled_and_rejected_tokens() -> None:
         return dict(
             zip(
                 ("sampled", "rejected"),
-                module.get_num_sampled_and_rejected(sampled, seq_lens, logits, rows, prefill),
+                module.get_num_sampled_and_rejected(
+                    sampled, seq_lens, logits, rows, prefill
+                ),
                 strict=True,
             )
         )
@@ -118,9 +124,16 @@ def test_tokens_after_a_step(numbers: list[int], kind: str) -> None:
         starts = starts_of(integers(generator, 1, 6, requests).long(), padding=2)
         sampled = integers(generator, 0, 9, requests, K + 1)  # the same token twice
         more = {}
-        if "draft_tokens" in inspect.signature(module.post_update).parameters and requests:
+        if (
+            "draft_tokens" in inspect.signature(module.post_update).parameters
+            and requests
+        ):
             written["drafts"] = integers(generator, 0, 50, ROWS, K, dtype=torch.int64)
-            more = {"draft_tokens": integers(generator, 50, 99, requests, K, dtype=torch.int64)}
+            more = {
+                "draft_tokens": integers(
+                    generator, 50, 99, requests, K, dtype=torch.int64
+                )
+            }
             more["draft_tokens_out"] = written["drafts"]
         module.post_update(
             rows,
@@ -165,7 +178,9 @@ def test_rows_of_logits(numbers: list[int]) -> None:
 def test_positions_in_three_dimensions() -> None:
     def case(generator: torch.Generator) -> Tensors:
         state = RopeState(3, ROWS, 1300, LONGEST, CPU)
-        state.prefill_positions.gpu.copy_(integers(generator, 0, 900, 3 * ROWS, LONGEST))
+        state.prefill_positions.gpu.copy_(
+            integers(generator, 0, 900, 3 * ROWS, LONGEST)
+        )
         state.prefill_delta.gpu.copy_(integers(generator, -50, 50, ROWS))
         rows = rows_of(generator, 5, ROWS)
         prefill = torch.full((ROWS,), 30, dtype=torch.int32)

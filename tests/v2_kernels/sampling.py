@@ -10,7 +10,12 @@ from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, min_p, pena
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.gumbel import RANGE_32, RANGE_53, noise_32, noise_64
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.gumbel import (
+    RANGE_32,
+    RANGE_53,
+    noise_32,
+    noise_64,
+)
 
 ROWS = 7
 V = 2500
@@ -18,7 +23,9 @@ LONGEST = 90
 NUMBERS = torch.tensor([1, 4, 2, 1])  # rows of logits by request
 
 
-def logits_of(generator: torch.Generator, rows: int = int(NUMBERS.sum())) -> torch.Tensor:
+def logits_of(
+    generator: torch.Generator, rows: int = int(NUMBERS.sum())
+) -> torch.Tensor:
     logits = 4 * torch.randn(rows, V, generator=generator)
     logits[0, 5:9] = -torch.inf
     return logits
@@ -27,7 +34,9 @@ def logits_of(generator: torch.Generator, rows: int = int(NUMBERS.sum())) -> tor
 def expanded(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """(request row, index among the request's) of each row of logits."""
     rows = rows_of(generator, len(NUMBERS), ROWS)
-    local = torch.cat([torch.arange(number, dtype=torch.int32) for number in NUMBERS.tolist()])
+    local = torch.cat(
+        [torch.arange(number, dtype=torch.int32) for number in NUMBERS.tolist()]
+    )
     return rows.repeat_interleave(NUMBERS), local
 
 
@@ -44,8 +53,12 @@ def test_temperature() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize(("drafting", "by_temperature"), [(False, False), (True, True)])
-def test_draws(dtype: torch.dtype, precise: bool, drafting: bool, by_temperature: bool) -> None:
-    """Flat and peaked rows, equal logits, rows with one token left or none, padding, greedy requests."""
+def test_draws(
+    dtype: torch.dtype, precise: bool, drafting: bool, by_temperature: bool
+) -> None:
+    """Flat and peaked rows, equal logits, rows with one token left or none, padding,
+    greedy requests.
+    """
 
     def case(generator: torch.Generator) -> Tensors:
         scales = torch.rand(24, 1, generator=generator) * 6
@@ -60,21 +73,33 @@ def test_draws(dtype: torch.dtype, precise: bool, drafting: bool, by_temperature
         seeds = torch.randint(-(1 << 62), 1 << 62, (ROWS,), generator=generator)
         positions = integers(generator, 0, 1 << 20, 24, dtype=torch.int64)
         drawn = gumbel.gumbel_sample(
-            logits, rows, temperatures, seeds, positions, by_temperature, drafting, use_fp64=precise
+            logits,
+            rows,
+            temperatures,
+            seeds,
+            positions,
+            by_temperature,
+            drafting,
+            use_fp64=precise,
         )
         return {"drawn": drawn}
 
     compare(case, 2 * precise + drafting, "_gumbel_sample_kernel")
 
 
-def test_noise_is_within_the_range_of_which_draws_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_is_within_the_range_of_which_draws_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from vllm_ppd.vllm_plugins.engine.cpu.kernels import gumbel as ours
 
     ends = np.array([0, 0xFFFFFFFF], dtype=np.uint32)
     monkeypatch.setattr(ours, "hashes", lambda *_: ends.copy())
     for noise, most in ((noise_32, RANGE_32), (noise_64, RANGE_53)):
         values = noise(0, 0, ends, 2)
-        assert np.isfinite(values).all() and most - 1 < abs(np.diff(values.astype(float)))[0] < most
+        assert (
+            np.isfinite(values).all()
+            and most - 1 < abs(np.diff(values.astype(float)))[0] < most
+        )
 
 
 def test_min_p() -> None:
@@ -132,14 +157,20 @@ def test_penalties(drafts: bool) -> None:
 
 @pytest.mark.parametrize("restore", [True, False])
 def test_logit_bias(restore: bool) -> None:
-    """Allowed tokens, biases, ends that come too early: alone, together, and with nothing else left."""
+    """Allowed tokens, biases, ends that come too early: alone, together, and with
+    nothing else left.
+    """
 
     def case(generator: torch.Generator) -> Tensors:
         logits = logits_of(generator)
         rows, _ = expanded(generator)
-        ids = torch.stack([torch.randperm(V, generator=generator)[:40].int() for _ in range(ROWS)])
+        ids = torch.stack(
+            [torch.randperm(V, generator=generator)[:40].int() for _ in range(ROWS)]
+        )
         stops = ids[:, :20].contiguous()
-        logits[-1].fill_(-torch.inf)[stops[rows[-1], :3].long()] = torch.tensor([1.0, torch.inf, -torch.inf])
+        logits[-1].fill_(-torch.inf)[stops[rows[-1], :3].long()] = torch.tensor(
+            [1.0, torch.inf, -torch.inf]
+        )
         number = torch.tensor([0, 40, 0, 7, 0, 40, 3], dtype=torch.int32)
         number[rows[-1]] = 0
         stop_numbers = torch.tensor([0, 0, 3, 20, 1, 3, 0], dtype=torch.int32)
@@ -175,12 +206,24 @@ def test_bad_words() -> None:
         tokens = integers(generator, 0, 2, ROWS, LONGEST)
         inputs = integers(generator, 0, 2, len(rows))
         words = integers(generator, 0, 2, ROWS, 40)
-        offsets = torch.tensor([0, 1, 3, 6, 10, 14, 16], dtype=torch.int32).repeat(ROWS, 1)
+        offsets = torch.tensor([0, 1, 3, 6, 10, 14, 16], dtype=torch.int32).repeat(
+            ROWS, 1
+        )
         numbers = torch.tensor([6, 6, 0, 6, 2, 6, 6], dtype=torch.int32)
         prompts = torch.full((ROWS,), 30, dtype=torch.int32)
         totals = torch.tensor([30, 31, 40, 50, 32, 33, 60], dtype=torch.int32)
         bad_words.apply_bad_words(
-            logits, rows, words, offsets, numbers, tokens, prompts, totals, inputs, local, max_num_bad_words=6
+            logits,
+            rows,
+            words,
+            offsets,
+            numbers,
+            tokens,
+            prompts,
+            totals,
+            inputs,
+            local,
+            max_num_bad_words=6,
         )
         drafted += int(logits.isinf().sum())
         return {"logits": logits}
@@ -197,7 +240,14 @@ def test_traces() -> None:
         lengths = torch.tensor([0, 5, 5, 9, 5, 5, 3], dtype=torch.int32)
         totals = integers(generator, 10, 14, ROWS)
         prompts = torch.full((ROWS,), 10, dtype=torch.int32)
-        apply_trace_tokens(sampled, rows, integers(generator, 0, V, ROWS, LONGEST), lengths, totals, prompts)
+        apply_trace_tokens(
+            sampled,
+            rows,
+            integers(generator, 0, V, ROWS, LONGEST),
+            lengths,
+            totals,
+            prompts,
+        )
         return {"sampled": sampled}
 
     for seed in range(3):
@@ -214,11 +264,19 @@ def test_what_tokens_were_drawn_from(slots: int) -> None:
         sampled = numbers.int()
         if slots > 1:
             sampled -= torch.tensor([0, 2, 0, 1], dtype=torch.int32)
-        masks = SamplingMaskTensors.from_logits(logits, starts_of(numbers), sampled, 12, slots)
+        masks = SamplingMaskTensors.from_logits(
+            logits, starts_of(numbers), sampled, 12, slots
+        )
         kept = torch.arange(masks.token_ids.shape[1]) < masks.counts[:, None]
         drawn = torch.arange(slots) < sampled[:, None]
-        packed = masks.packed_mask.where(drawn.view(-1, 1), torch.zeros((), dtype=torch.uint8))
-        return {"ids": masks.token_ids.where(kept, -1), "mask": packed, "counts": masks.counts}
+        packed = masks.packed_mask.where(
+            drawn.view(-1, 1), torch.zeros((), dtype=torch.uint8)
+        )
+        return {
+            "ids": masks.token_ids.where(kept, -1),
+            "mask": packed,
+            "counts": masks.counts,
+        }
 
     compare(case, slots, "_compact_sampling_mask_kernel")
 

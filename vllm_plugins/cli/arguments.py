@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and flags from pydantic models; their fields give names, defaults, choices, help and errors."""
+"""Commands and flags from pydantic models; their fields give names, defaults, choices,
+help and errors.
+"""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,9 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 # What marks a field for pydantic-settings.
 POSITIONAL = get_args(CliPositionalArg)[1:]
 VARIADIC = get_args(CliVariadicArg)[1:]
-COMMA = "\x1f"  # stands for a comma within a word: pydantic-settings joins the words of a list by commas
+# stands for a comma within a word: pydantic-settings joins the words of a list by
+# commas
+COMMA = "\x1f"
 
 
 class Settings(BaseSettings):
@@ -31,7 +35,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(enable_decoding=False)
 
-    config: str | None = Field(None, description="YAML file of options; flags take precedence")
+    config: str | None = Field(
+        None, description="YAML file of options; flags take precedence"
+    )
 
 
 class Command(NamedTuple):
@@ -56,7 +62,9 @@ class Group(NamedTuple):
 Table = Mapping[str, Command | Group]
 
 
-def parse(words: Sequence[str], table: Table, prog: str, about: str = "") -> tuple[Command, BaseModel]:
+def parse(
+    words: Sequence[str], table: Table, prog: str, about: str = ""
+) -> tuple[Command, BaseModel]:
     """The command that words name, and its options.
 
     Raises:
@@ -66,12 +74,18 @@ def parse(words: Sequence[str], table: Table, prog: str, about: str = "") -> tup
     first = words[0] if words else "--help"
     if first in ("-h", "--help"):
         width = max(map(len, table))
-        names = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in table.items())
-        print(f"usage: {prog} COMMAND ...\n\n{about}\n\n{names}\n\n`{prog} COMMAND --help` has more.")
+        names = "\n".join(
+            f"  {name:<{width}}  {command.help}" for name, command in table.items()
+        )
+        print(
+            f"usage: {prog} COMMAND ...\n\n{about}\n\n{names}\n\n`{prog} COMMAND "
+            "--help` has more."
+        )
         raise SystemExit(0)
     if first not in table:
         raise UserError(f"unknown command {first!r}; give one of {', '.join(table)}")
-    command, prog = table[first], f"{prog} {first}"
+    command = table[first]
+    prog = f"{prog} {first}"
     if isinstance(command, Group):
         return parse(words[1:], command.commands(), prog, command.description)
     return command, options_from(command, words[1:], prog)
@@ -84,7 +98,8 @@ def model_of(command: Command) -> type[BaseModel]:
 
 
 def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel:
-    """Options from flags and, where these leave them out, from the YAML file of --config.
+    """Options from flags and, where these leave them out, from the YAML file of
+    --config.
 
     Raises:
         SystemExit: with 0 after help.
@@ -130,7 +145,9 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         raise UserError(_problem(error)) from None
 
 
-def _add_argument(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> argparse.Action:
+def _add_argument(
+    parser: argparse.ArgumentParser, *flags: str, **settings: Any
+) -> argparse.Action:
     """Add an argument; types of lists and defaults of nothing are left out of its help."""
     if "[" in str(settings.get("metavar")):
         settings["metavar"] = flags[0].lstrip("-").replace("-", "_").upper()
@@ -151,9 +168,14 @@ def _decoded(value: Any, is_list: bool) -> Any:
 def _from_yaml(file: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as opened:
-            return {name.replace("-", "_"): value for name, value in yaml.safe_load(opened).items()}
+            return {
+                name.replace("-", "_"): value
+                for name, value in yaml.safe_load(opened).items()
+            }
     except (yaml.YAMLError, ValueError, AttributeError) as error:
-        raise UserError(f"--config {file} is no YAML file of options: {error}") from None
+        raise UserError(
+            f"--config {file} is no YAML file of options: {error}"
+        ) from None
 
 
 def _problem(error: ValidationError) -> str:

@@ -12,7 +12,8 @@ def commands() -> dict[str, Command]:
     return {
         "decode": Command(
             "speed and accepted drafts of offline decoding",
-            "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
+            "Decode batches with vLLM alone, with heads, and with vLLM's own "
+            "speculative methods, in turns.",
             run,
             "benchmarks.options:DecodeOptions",
         ),
@@ -21,7 +22,9 @@ def commands() -> dict[str, Command]:
 
 def run(options: Any) -> int:
     """Measure, and print the tables."""
-    decode = resolve_name("vllm_ppd.benchmarks.decode:decode")  # benchmarks import this package
+    decode = resolve_name(
+        "vllm_ppd.benchmarks.decode:decode"
+    )  # benchmarks import this package
     print(decode(options))
     print(f"wrote {options.out}")
     return 0

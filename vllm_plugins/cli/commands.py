@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short commands: `ppd data`, `ppd train` and `ppd calibrate`.
 
-Each takes its options and returns the exit code. torch and transformers take seconds to import, so
-data is checked first.
+Each takes its options and returns the exit code. torch and transformers take seconds to
+import, so data is checked first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def data(options: DataOptions) -> int:
     from vllm_ppd.heads.generation.write import write_chats
 
     file = write_chats(options, vllm_engine)
-    print(f"{options.out}: {file.count:,} chats, {file.tokens:,} tokens with their prompts")
+    print(
+        f"{options.out}: {file.count:,} chats, {file.tokens:,} tokens with their "
+        "prompts"
+    )
     return 0
 
 
@@ -48,14 +51,25 @@ def train(options: TrainingOptions) -> int:
     from vllm_ppd.heads.training import loop
 
     facts = loop.train(options)
-    if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start a process per GPU
+    if int(
+        os.environ.get("RANK", "0")
+    ):  # torchrun and accelerate start a process per GPU
         return 0
-    trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
+    trained = (
+        f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
+    )
     best = facts["held_out_after_step"]
-    kept = "" if best == facts["steps"] else f" (the heads of step {best}, which are the best)"
+    kept = (
+        ""
+        if best == facts["steps"]
+        else f" (the heads of step {best}, which are the best)"
+    )
     print(f"{trained}; held out, before -> after{kept}:")
     for name, after in facts["held_out_after"].items():
-        print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
+        print(
+            f"  {name}: {in_words(facts['held_out_before'].get(name))} -> "
+            f"{in_words(after)}"
+        )
     print(f"wrote {options.out}: `ppd calibrate {options.out}` measures it")
     return 0
 

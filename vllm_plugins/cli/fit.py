@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.errors import HeadsError, TrainingError, loading, refuse_other_options
+from vllm_ppd.heads.errors import (
+    HeadsError,
+    TrainingError,
+    loading,
+    refuse_other_options,
+)
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place
@@ -22,18 +27,25 @@ from vllm_ppd.heads.quote import place
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions
 
-DATA, TRAINING = 0.5, 0.4  # of the time limit; the rest is for calibration
+# of the time limit; the rest is for calibration
+DATA = 0.5
+TRAINING = 0.4
 PROMPTS = "prompts.jsonl"  # beside the options' module
 ANSWERS = 4  # most answers to a prompt, each with its own seed
 HELD_OUT = 8  # one of so many prompts is held out with all its answers
-LENGTH, RESPONSE = 2048, 512  # most tokens of a chat, and of a response
+# most tokens of a chat, and of a response
+LENGTH = 2048
+RESPONSE = 512
 HALF = 128  # most tokens of a held-out text that form its prompt; at most half of it
 NEW_TOKENS = 128  # of a text for calibration
 CALIBRATED = 64  # most held-out prompts of a calibration
 MOST_PASSES = 16  # over the data
-EVALUATIONS, PATIENCE = 12, 6  # of a training, and how many may pass without improvement
+# of a training, and how many may pass without improvement
+EVALUATIONS = 12
+PATIENCE = 6
 CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
-VOCABULARY = 8192  # most frequent tokens over which heads are trained, if the vocabulary is larger
+# most frequent tokens over which heads are trained, if the vocabulary is larger
+VOCABULARY = 8192
 STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 
 
@@ -44,14 +56,19 @@ def run(options: FitOptions) -> int:
     from vllm_ppd.heads.calibration.run import report
     from vllm_ppd.heads.io import CONFIG_NAME, read_calibration
 
-    out, folder = Path(options.out), Path(f"{options.out}.fit")
+    out = Path(options.out)
+    folder = Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
-        raise TrainingError(f"--out {place(out)} already holds heads; delete it or give another folder")
+        raise TrainingError(
+            f"--out {place(out)} already holds heads; delete it or give another folder"
+        )
     with writing_folder(out):  # which training needs to write later
         pass
     with writing_folder(folder, "the work folder"):
         fit = Fit(options, folder)
-        for number, step in enumerate((fit.data, fit.training, fit.calibration), start=1):
+        for number, step in enumerate(
+            (fit.data, fit.training, fit.calibration), start=1
+        ):
             print(f"step {number} of 3: {step.__name__}", flush=True)
             step()
         shutil.rmtree(folder / "states", ignore_errors=True)
@@ -61,7 +78,8 @@ def run(options: FitOptions) -> int:
 
 
 class Fit:
-    """The steps of a fit. Each is skipped when it is done, and continues where it was killed.
+    """The steps of a fit. Each is skipped when it is done, and continues where it was
+    killed.
 
     Args:
         options: of the command.
@@ -88,7 +106,12 @@ class Fit:
         kept = folder / "options.json"
         if kept.exists():
             theirs = json.loads(kept.read_text())
-            refuse_other_options(f"{place(folder)} is of a fit", theirs, options.essence(), "another --out")
+            refuse_other_options(
+                f"{place(folder)} is of a fit",
+                theirs,
+                options.essence(),
+                "another --out",
+            )
         write_text(kept, json.dumps(options.essence()) + "\n")
 
     def data(self) -> None:
@@ -102,11 +125,14 @@ class Fit:
         from vllm_ppd.heads.generation.options import DataOptions
         from vllm_ppd.heads.generation.write import write_chats
 
-        given, code = self.options, self.options.trust_remote_code
+        given = self.options
+        code = self.options.trust_remote_code
         seconds = 60 * given.minutes * DATA
         began = time.monotonic()
         with loading(given.model):
-            tokenizer = AutoTokenizer.from_pretrained(given.model, trust_remote_code=code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                given.model, trust_remote_code=code
+            )
         prompts = given.prompts
         if not prompts and getattr(tokenizer, "chat_template", None):
             prompts = (str(Path(options.__file__).with_name(PROMPTS)),)
@@ -121,7 +147,11 @@ class Fit:
         files = []
         if prompts:
             answers = shared.model_copy(update={"prompts": prompts * ANSWERS})
-            write_chats(answers, lambda _: engine(), began + (seconds if given.prompts else seconds / 2))
+            write_chats(
+                answers,
+                lambda _: engine(),
+                began + (seconds if given.prompts else seconds / 2),
+            )
             files.append(Path(answers.out))
         if not given.prompts:
             own = shared.model_copy(update={"out": str(self.folder / "others.jsonl")})
@@ -144,10 +174,12 @@ class Fit:
         held_out: dict[str, Any] = {}  # one answer per prompt
         for path in files:
             for _, chat in records(path):
-                prompt, response = chat["prompt_token_ids"], chat["token_ids"]
+                prompt = chat["prompt_token_ids"]
+                response = chat["token_ids"]
                 if len(prompt) == 1:  # a whole text
                     half = min(HALF, len(response) // 2)
-                    prompt, response = prompt + response[:half], response[half:]
+                    prompt = prompt + response[:half]
+                    response = response[half:]
                 name = json.dumps(prompt)
                 if zlib.crc32(name.encode()) % HELD_OUT:
                     training.append(chat)
@@ -155,8 +187,9 @@ class Fit:
                     held_out[name] = {"prompt_token_ids": prompt, "token_ids": response}
         if not training or not held_out:
             raise TrainingError(
-                f"the model wrote {len(training)} chats to train on and {len(held_out)} to hold out in "
-                "the time; give more --minutes, or more --prompts"
+                f"the model wrote {len(training)} chats to train on and "
+                f"{len(held_out)} to hold out in the time; give more --minutes, or "
+                "more --prompts"
             )
         _write(self.folder / "training.jsonl", training)
         _write(self.folder / "held-out.jsonl", held_out.values())
@@ -188,7 +221,9 @@ class Fit:
 
         data = self.folder / "training.jsonl"
         chats = [chat for _, chat in records(data)]
-        tokens = sum(len(chat["prompt_token_ids"]) + len(chat["token_ids"]) for chat in chats)
+        tokens = sum(
+            len(chat["prompt_token_ids"]) + len(chat["token_ids"]) for chat in chats
+        )
         length = max(8, min(512, self.length, tokens // 32))
         fast = torch.cuda.is_available() or cpu_computes_bfloat16()
         chosen: dict[str, Any] = self.shared | {
@@ -223,7 +258,9 @@ class Fit:
         chosen["steps"] = steps
         chosen["evaluate_every"] = -(-steps // EVALUATIONS)
         chosen["patience"] = PATIENCE
-        chosen["save_every"] = max(1, min(round(CHECKPOINT_SECONDS / speed.step), steps))
+        chosen["save_every"] = max(
+            1, min(round(CHECKPOINT_SECONDS / speed.step), steps)
+        )
         return chosen
 
     def calibration(self) -> None:

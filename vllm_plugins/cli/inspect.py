@@ -14,7 +14,9 @@ NOT_COMPARED = "not known: the folder is valid, but was not compared with its ta
 class InspectOptions(BaseModel):
     """The heads to describe, and the target to check them against."""
 
-    heads: str = Field(description="heads folder, or ORGANIZATION/NAME[@REVISION] on the Hub")
+    heads: str = Field(
+        description="heads folder, or ORGANIZATION/NAME[@REVISION] on the Hub"
+    )
     target: str | None = Field(
         None,
         validation_alias=AliasChoices("target", "model"),
@@ -32,18 +34,33 @@ def run(options: InspectOptions) -> int:
     from vllm_ppd.heads.training.provenance import provenance_of
 
     named = options.target
-    if named is not None and Path(named).is_dir() and not Path(named, "config.json").is_file():
-        raise HeadsError(f"--target {named}: the folder has no config.json; give the folder of a model")
+    if (
+        named is not None
+        and Path(named).is_dir()
+        and not Path(named, "config.json").is_file()
+    ):
+        raise HeadsError(
+            f"--target {named}: the folder has no config.json; give the folder of a "
+            "model"
+        )
     folder, config, is_whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
     target = named or find_target(config.verifier, folder)
     stored = config.to_json()
     shapes = config.shapes().values()
     lines: dict[str, Any] = {"kind": config.kind, "target": config.verifier}
-    lines |= {f"target {name}": value for name, value in config.target.model_dump().items()}
-    shown = type(config).model_fields.keys() - {"fingerprint", "target", "layer_tensors"}
+    lines |= {
+        f"target {name}": value for name, value in config.target.model_dump().items()
+    }
+    shown = type(config).model_fields.keys() - {
+        "fingerprint",
+        "target",
+        "layer_tensors",
+    }
     lines |= {name: value for name, value in stored.items() if name in shown}
     lines["num_speculative_tokens"] = config.num_speculative_tokens
-    lines["weights"] = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    lines["weights"] = (
+        f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    )
     if not is_whole:
         lines["weights"] += ", not fetched"
 
@@ -64,7 +81,9 @@ def run(options: InspectOptions) -> int:
     if weights is not None:
         verdict = f"yes, with {target}" + (f" ({weights})" if weights else "")
     elif target:
-        verdict = f"{NOT_COMPARED} {target!r}, which is not on this disk (give --target DIR)"
+        verdict = (
+            f"{NOT_COMPARED} {target!r}, which is not on this disk (give --target DIR)"
+        )
     else:
         verdict = f"{NOT_COMPARED}, which it does not name (give --target DIR)"
     if not is_whole:
@@ -74,7 +93,9 @@ def run(options: InspectOptions) -> int:
 
 
 def _if_there(read: Callable[[], Any]) -> str:
-    """A value from an optional file of heads, or why there is none, which does not keep heads from loading."""
+    """A value from an optional file of heads, or why there is none, which does not keep
+    heads from loading.
+    """
     from vllm_ppd.heads.errors import HeadsError, MissingFile
 
     try:

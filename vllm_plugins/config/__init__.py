@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: flags, checks, defaults by target, activation in vLLM's arguments, and options of requests."""
+"""Options: flags, checks, defaults by target, activation in vLLM's arguments, and
+options of requests.
+"""

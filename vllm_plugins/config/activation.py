@@ -19,7 +19,13 @@ from vllm_ppd.heads.errors import HeadsError, UserError
 from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target import TOKENIZER_NAME, check_layers, check_target, fingerprint, tokenizer_hashes
+from vllm_ppd.heads.target import (
+    TOKENIZER_NAME,
+    check_layers,
+    check_target,
+    fingerprint,
+    tokenizer_hashes,
+)
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
@@ -32,7 +38,11 @@ from vllm_ppd.vllm_plugins.config.options import (
     flag_name,
     parse_options,
 )
-from vllm_ppd.vllm_plugins.config.refusals import refuse_layers_read, refuse_scheduling, refuse_target
+from vllm_ppd.vllm_plugins.config.refusals import (
+    refuse_layers_read,
+    refuse_scheduling,
+    refuse_target,
+)
 from vllm_ppd.vllm_plugins.config.resolve import Machine, resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, is_speculator
@@ -48,27 +58,39 @@ logger = logging.getLogger("vllm.vllm_ppd")
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None if vLLM runs without us."""
     additional = getattr(holder, "additional_config", None)
-    return _parsed(additional[CONFIG_KEY]) if isinstance(additional, dict) and CONFIG_KEY in additional else None
+    return (
+        _parsed(additional[CONFIG_KEY])
+        if isinstance(additional, dict) and CONFIG_KEY in additional
+        else None
+    )
 
 
 def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
-    """The same as active_config, for objects that vLLM builds only with our configuration.
+    """The same as active_config, for objects that vLLM builds only with our
+    configuration.
 
     Raises:
         RuntimeError: if there is none.
     """
     config = active_config(vllm_config)
     if config is None:
-        raise RuntimeError(f"{type(holder).__name__} is started by vllm-ppd itself; give method 'ppd' instead")
+        raise RuntimeError(
+            f"{type(holder).__name__} is started by vllm-ppd itself; give method "
+            "'ppd' instead"
+        )
     return config
 
 
-_parsed = lru_cache(DraftingConfig.model_validate_json)  # called for every request and every step
+_parsed = lru_cache(
+    DraftingConfig.model_validate_json
+)  # called for every request and every step
 
 
 @contextmanager
 def refusals_without_traceback() -> Iterator[None]:
-    """Let an uncaught refusal end the process with its line and exit code 2, without a traceback."""
+    """Let an uncaught refusal end the process with its line and exit code 2, without a
+    traceback.
+    """
     try:
         yield
     except UserError:
@@ -78,7 +100,10 @@ def refusals_without_traceback() -> Iterator[None]:
 
 
 def _end_without_traceback(
-    hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    hook: Any,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
 ) -> None:
     if isinstance(error, UserError):
         print(f"vllm-ppd: error: {error}", file=sys.stderr)
@@ -87,8 +112,11 @@ def _end_without_traceback(
 
 
 @refusals_without_traceback()
-def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConfig) -> DraftingConfig | None:
-    """If vLLM's EngineArgs ask for one of our methods, check everything and rewrite them to its `custom_class`.
+def activate(
+    args: Any, model_config: ModelConfig, parallel_config: ParallelConfig
+) -> DraftingConfig | None:
+    """If vLLM's EngineArgs ask for one of our methods, check everything and rewrite
+    them to its `custom_class`.
 
     Returns:
         The resolved configuration, or None if they do not; then nothing is changed.
@@ -101,13 +129,16 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
         # The same arguments may be used twice.
         config = active_config(args) if is_speculator(asked.get("model")) else None
         if config is None and asked and is_ours(asked):
-            config = _resolved(parse_options(with_method(asked)), args, model_config, parallel_config)
+            config = _resolved(
+                parse_options(with_method(asked)), args, model_config, parallel_config
+            )
             _rewrite(args, config)
         elif config is None:
             for key in asked:
                 if key in flag_fields() and not platform.is_speculative_option(key):
                     raise OptionError(
-                        f"{flag_name(key)} is an option of vllm-ppd; add --speculative-model ppd or a heads folder"
+                        f"{flag_name(key)} is an option of vllm-ppd; add "
+                        "--speculative-model ppd or a heads folder"
                     )
     if config is not None:
         parallel_config.worker_cls = config.worker
@@ -118,7 +149,8 @@ def _asked(args: Any) -> dict[str, Any]:
     """speculative_config with vLLM's three short flags merged in.
 
     Raises:
-        OptionError: if one of our options is given twice with different values: spelt with - and _, or also as a flag.
+        OptionError: if one of our options is given twice with different values: spelt
+            with - and _, or also as a flag.
     """
     given = [
         (key.replace("-", "_"), f"speculative_config[{quoted(key)}]", value)
@@ -143,12 +175,16 @@ def _asked(args: Any) -> dict[str, Any]:
 
 
 def _resolved(
-    options: DraftingOptions, args: Any, model_config: ModelConfig, parallel_config: ParallelConfig
+    options: DraftingOptions,
+    args: Any,
+    model_config: ModelConfig,
+    parallel_config: ParallelConfig,
 ) -> DraftingConfig:
     """Check our options against the target and the heads, and fill in missing values.
 
     Raises:
-        OptionError, HeadsError: with one line that says what is wrong, where, and what to do instead.
+        OptionError, HeadsError: with one line that says what is wrong, where, and what
+            to do instead.
     """
     options = with_default_method(options, parallel_config.pipeline_parallel_size)
     refuse_target(options, model_config, parallel_config, args)
@@ -170,7 +206,8 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
     Raises:
         HeadsError: if they do not fit.
     """
-    folder, target = str(options.model), model_config.hf_text_config
+    folder = str(options.model)
+    target = model_config.hf_text_config
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
     at_hand = _fingerprint_at_hand(model_config)
@@ -187,8 +224,8 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
         logger.warning("vllm-ppd: %s", other_weights)
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
         logger.info(
-            "vllm-ppd: the target's lm_head was not compared with that of the heads' target, as it is not on this disk "
-            "yet, or is stored in another form"
+            "vllm-ppd: the target's lm_head was not compared with that of the heads' "
+            "target, as it is not on this disk yet, or is stored in another form"
         )
     check_layers(heads, folder, target)
     refuse_layers_read(heads, folder, model_config)
@@ -197,19 +234,29 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
 
 
 def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
-    """Hashes of the target, as far as its files are on this disk; its tokenizer is fetched if it is not."""
+    """Hashes of the target, as far as its files are on this disk; its tokenizer is
+    fetched if it is not.
+    """
     from huggingface_hub import snapshot_download
 
-    model, revision, found = model_config.model, model_config.revision, TargetFingerprint()
+    model = model_config.model
+    revision = model_config.revision
+    found = TargetFingerprint()
     if os.path.isdir(model):
         return fingerprint(model)
     with suppress(OSError, ValueError):
-        found = fingerprint(snapshot_download(model, revision=revision, local_files_only=True))
+        found = fingerprint(
+            snapshot_download(model, revision=revision, local_files_only=True)
+        )
     name = hub.hub_name(model)
     if found.vocabulary is None and name is not None and not platform.uses_modelscope():
         with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
-            folder = hub.folder_of(str(hub.HubName(name.repo, revision)), TOKENIZER_NAME)
-            found = found.model_copy(update=tokenizer_hashes(Path(folder, TOKENIZER_NAME)))
+            folder = hub.folder_of(
+                str(hub.HubName(name.repo, revision)), TOKENIZER_NAME
+            )
+            found = found.model_copy(
+                update=tokenizer_hashes(Path(folder, TOKENIZER_NAME))
+            )
     return found
 
 
@@ -220,10 +267,14 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         "method": "custom_class",
         "model": config.spec.speculator,
         "num_speculative_tokens": config.num_speculative_tokens,
-        "draft_sample_method": "greedy",  # for a sampled one vLLM would allocate a q(x) that nothing reads
+        # for a sampled one vLLM would allocate a q(x) that nothing reads
+        "draft_sample_method": "greedy",
         **config.choice_of_drafts(),
     }
-    args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: config.model_dump_json()}
+    args.additional_config = {
+        **(args.additional_config or {}),
+        CONFIG_KEY: config.model_dump_json(),
+    }
     if config.stages > 1:  # the workers split the layers
         assert config.spec.group is not None
         args.scheduler_cls = config.spec.group.scheduler

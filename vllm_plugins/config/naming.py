@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolution of a speculative model's name: one of our methods, heads (a folder or on the Hub), or vLLM's own."""
+"""Resolution of a speculative model's name: one of our methods, heads (a folder or on
+the Hub), or vLLM's own.
+"""
 
 import difflib
 import errno
@@ -25,37 +27,46 @@ logger = logging.getLogger("vllm.vllm_ppd")
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {config.architecture for config in KINDS.values()}
 TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
-VLLMS = re.compile(r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+")  # keywords, files, classes of users
+VLLMS = re.compile(
+    r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+"
+)  # keywords, files, classes of users
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:
     """Whether a speculative_config asks for one of our methods.
 
     Raises:
-        OptionError, HeadsError: if its method or model is unusable; vLLM would look such a
-            name up on the Hub and fail with a page of errors.
+        OptionError, HeadsError: if its method or model is unusable; vLLM would look
+            such a name up on the Hub and fail with a page of errors.
     """
-    method, model = speculative_config.get("method"), speculative_config.get("model")
+    method = speculative_config.get("method")
+    model = speculative_config.get("model")
     for option, value in (("method", method), ("model", model)):
         if not isinstance(value, str | None):
             raise OptionError(
-                f"speculative_config: {option}={quoted(value)} is not a name; give a string, such as 'ppd'"
+                f"speculative_config: {option}={quoted(value)} is not a name; give a "
+                "string, such as 'ppd'"
             )
     if method is None:
         return model is not None and (model in METHODS or _names_heads(model))
     ours = {*METHODS, *METHOD_OF_HEADS}
     if method not in ours and method not in platform.speculative_methods():
-        near = difflib.get_close_matches(method[:LONGEST_NAME].lower(), sorted(ours), n=1)
+        near = difflib.get_close_matches(
+            method[:LONGEST_NAME].lower(), sorted(ours), n=1
+        )
         if near:
-            raise OptionError(f"speculative_config: unknown method {quoted(method)}; did you mean {near[0]!r}?")
+            raise OptionError(
+                f"speculative_config: unknown method {quoted(method)}; did you mean "
+                f"{near[0]!r}?"
+            )
     return method in ours
 
 
 def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
     """A speculative_config with its names resolved to one of our methods and its heads.
 
-    A method may be given as the model, or follow from the kind of the heads. Hub names are pinned to a commit, so
-    that every process has the same.
+    A method may be given as the model, or follow from the kind of the heads. Hub names
+    are pinned to a commit, so that every process has the same.
 
     Raises:
         HeadsError: if the heads cannot be fetched from the Hub.
@@ -84,8 +95,14 @@ def _names_heads(model: str) -> bool:
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
-        if not any(os.path.lexists(os.path.join(path, name)) for name in (CONFIG_NAME, "params.json")):
-            raise OptionError(f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give a heads folder")
+        if not any(
+            os.path.lexists(os.path.join(path, name))
+            for name in (CONFIG_NAME, "params.json")
+        ):
+            raise OptionError(
+                f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give "
+                "a heads folder"
+            )
         return is_heads_folder(path)
     if os.path.exists(path) and not model.endswith(".gguf"):
         wrong = "is a file; give its folder"
@@ -98,16 +115,19 @@ def _names_heads(model: str) -> bool:
     else:
         wrong = "is neither a method nor a folder" if model.strip() else "is empty"
     raise OptionError(
-        f"speculative model {quoted(model)} {wrong}; give a method ({', '.join(METHODS)}), a heads folder, or "
-        "ORGANISATION/NAME on the Hub (for a draft model, also vLLM's method)"
+        f"speculative model {quoted(model)} {wrong}; give a method "
+        f"({', '.join(METHODS)}), a heads folder, or ORGANISATION/NAME on the Hub "
+        "(for a draft model, also vLLM's method)"
     )
 
 
 def _is_on_hub(model: str, serving: bool = False) -> bool:
-    """Whether a name on the Hub is a heads repository; only names of heads may have a revision (else an OptionError).
+    """Whether a name on the Hub is a heads repository; only names of heads may have a
+    revision (else an OptionError).
 
-    If `serving`, vLLM asks the Hub for it next: then the Hub is asked only if its cache does not tell, and vLLM reports
-    that it does not answer. Else a HeadsError says so, or that the Hub does not have it.
+    If `serving`, vLLM asks the Hub for it next: then the Hub is asked only if its cache
+    does not tell, and vLLM reports that it does not answer. Else a HeadsError says so,
+    or that the Hub does not have it.
     """
     name = hub_name(model)
     if name is None or platform.uses_modelscope():
@@ -116,40 +136,50 @@ def _is_on_hub(model: str, serving: bool = False) -> bool:
         return True
     config = cached(model, CONFIG_NAME) if serving else None
     try:
-        ours = is_heads_folder(folder_of(model, CONFIG_NAME) if config is None else os.path.dirname(config))
+        ours = is_heads_folder(
+            folder_of(model, CONFIG_NAME) if config is None else os.path.dirname(config)
+        )
     except HeadsError as error:
         if serving or isinstance(error, MissingFile):
             return False
         raise
     if not ours and name.revision is not None:
         raise OptionError(
-            f"speculative model {quoted(model)} has no heads; give a draft model's revision as revision in "
-            "--speculative-config"
+            f"speculative model {quoted(model)} has no heads; give a draft model's "
+            "revision as revision in --speculative-config"
         )
     return ours
 
 
 def is_heads_folder(folder: str) -> bool:
-    """Whether a local folder holds our heads, by its configuration or the names of its tensors.
+    """Whether a local folder holds our heads, by its configuration or the names of its
+    tensors.
 
     Raises:
         HeadsError: if its configuration is unusable.
     """
     try:
-        data = read_json_object(Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again")
+        data = read_json_object(
+            Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again"
+        )
     except MissingFile:
         if _has_our_tensors(folder):
             raise
         return False
-    architectures, kind = data.get("architectures"), data.get("speculators_model_type")
+    architectures = data.get("architectures")
+    kind = data.get("speculators_model_type")
     if kind_in(data) is not None or (
         isinstance(architectures, list)
-        and any(name in ARCHITECTURES for name in architectures if isinstance(name, str))
+        and any(
+            name in ARCHITECTURES for name in architectures if isinstance(name, str)
+        )
     ):
         return True
     if kind is None and data.get("speculators_config") is None:
         return _has_our_tensors(folder)
-    return not (isinstance(kind, str) and kind in platform.speculators_algorithms() - set(KINDS))
+    return not (
+        isinstance(kind, str) and kind in platform.speculators_algorithms() - set(KINDS)
+    )
 
 
 def _has_our_tensors(folder: str) -> bool:
@@ -159,7 +189,8 @@ def _has_our_tensors(folder: str) -> bool:
 def served_heads(
     model: Any, given: dict[str, Any] | None, revision: str | None = None
 ) -> tuple[str, dict[str, Any]] | None:
-    """The target and the speculative_config of `vllm serve HEADS`; None if the folder holds no heads.
+    """The target and the speculative_config of `vllm serve HEADS`; None if the folder
+    holds no heads.
 
     Args:
         model: the argument of `vllm serve`.
@@ -167,24 +198,32 @@ def served_heads(
         revision: the value of --revision.
 
     Raises:
-        OptionError, HeadsError: if the heads are damaged, if their target is not found, or if another method is given.
+        OptionError, HeadsError: if the heads are damaged, if their target is not found,
+            or if another method is given.
     """
     if not isinstance(model, str):
         return None
     if _is_on_hub(model, serving=True):
         if revision is not None:
             raise OptionError(
-                f"{quoted(model)} are heads, but --revision is the target's; name them as ORGANISATION/NAME@REVISION "
-                "and serve TARGET with --speculative-model"
+                f"{quoted(model)} are heads, but --revision is the target's; name "
+                "them as ORGANISATION/NAME@REVISION and serve TARGET with "
+                "--speculative-model"
             )
         return _served(pinned(model, CONFIG_NAME), given)
     try:
         os.stat(model)
     except (OSError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENAMETOOLONG:
-            raise OptionError(f"model {quoted(model)} cannot be served: its name is too long") from None
+            raise OptionError(
+                f"model {quoted(model)} cannot be served: its name is too long"
+            ) from None
         return None
-    return _served(model, given) if os.path.isdir(model) and is_heads_folder(model) else None
+    return (
+        _served(model, given)
+        if os.path.isdir(model) and is_heads_folder(model)
+        else None
+    )
 
 
 def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
@@ -194,15 +233,21 @@ def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, An
     spec = METHODS.get(method_named(method)) if isinstance(method, str) else None
     if spec is None or spec.heads != config.kind:
         raise OptionError(
-            f"speculative_config: method={quoted(method)} does not support {config.kind} heads, which {quoted(model)} "
-            "holds; leave it out"
+            f"speculative_config: method={quoted(method)} does not support "
+            f"{config.kind} heads, which {quoted(model)} holds; leave it out"
         )
     if asked.get("model") not in (None, model):
         raise OptionError(
-            f"{quoted(model)} are heads, but speculative_config has another model; serve the target, or leave one out"
+            f"{quoted(model)} are heads, but speculative_config has another model; "
+            "serve the target, or leave one out"
         )
     another = "vllm serve TARGET --speculative-model HEADS"
     target = find_target(config.verifier, folder_of(model, CONFIG_NAME))
     check_reachable(target, model, f"name it: {another}")
-    logger.info("vllm-ppd: serving %s, the target of the heads in %s; for another: %s", target, model, another)
+    logger.info(
+        "vllm-ppd: serving %s, the target of the heads in %s; for another: %s",
+        target,
+        model,
+        another,
+    )
     return target, {**asked, "method": method, "model": model}

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All refused combinations of options, target, heads and engine arguments, with reasons.
+"""All refused combinations of options, target, heads and engine arguments, with
+reasons.
 
 Each function raises an OptionError for the first combination that it refuses.
 
-Methods that cut the target run its layers outside of vLLM's step, over tokens that the step's
-metadata does not have: settings for a step's tokens (adapters, ranks of a context, recurrent
-states) do not apply to them. CP heads read a hidden state after the step and write nothing.
+Methods that cut the target run its layers outside of vLLM's step, over tokens that the
+step's metadata does not have: settings for a step's tokens (adapters, ranks of a
+context, recurrent states) do not apply to them. CP heads read a hidden state after the
+step and write nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
+from vllm_ppd.model_patches.families import (
+    GRANITE,
+    NO_TOKEN_HEADS,
+    TRANSFORMERS,
+    adapter_path,
+)
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.platform import PARTITION
@@ -27,148 +34,185 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 
-def refuse_target(options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any) -> None:
+def refuse_target(
+    options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any
+) -> None:
     """Refuse a target, its parallelism and vLLM's EngineArgs."""
-    method, family = METHODS[options.method], model.architectures[0]
-    title, cuts, adapter, on_cpu = method.title, method.cuts, None, platform.is_cpu()
+    method = METHODS[options.method]
+    family = model.architectures[0]
+    title = method.title
+    cuts = method.cuts
+    adapter = None
+    on_cpu = platform.is_cpu()
     if options.model in METHODS:
-        raise OptionError(f"model={options.model!r} is a method name; leave model out, or give a heads folder")
+        raise OptionError(
+            f"model={options.model!r} is a method name; leave model out, or give a "
+            "heads folder"
+        )
     if options.model is None and method.needs_heads:
         raise OptionError(
-            f"method {options.method!r} needs heads; give model=DIR, a folder written by `ppd train {method.heads}`"
+            f"method {options.method!r} needs heads; give model=DIR, a folder written "
+            f"by `ppd train {method.heads}`"
         )
     if cuts:
         refuse_cut(model, title)
         adapter = adapter_path(model.architectures)
     if method.adds_layers and adapter == TRANSFORMERS:
         raise OptionError(
-            f"{family} is served by vLLM's Transformers backend, in which {title} cannot add "
-            "layers; use early or CP heads"
+            f"{family} is served by vLLM's Transformers backend, in which {title} "
+            "cannot add layers; use early or CP heads"
         )
     if method.adds_layers and family in NO_TOKEN_HEADS:
         raise OptionError(
-            f"{family} is not supported with {title}: this family cannot get layers yet; use early or CP heads"
+            f"{family} is not supported with {title}: this family cannot get layers "
+            "yet; use early or CP heads"
         )
     if not platform.is_supported():
-        raise OptionError(f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
+        raise OptionError(
+            f"platform {platform.device_name()!r} is not supported with {title}; use "
+            "CUDA, ROCm or CPU"
+        )
     if platform.asks_for_runner_v1():
         raise OptionError(
-            "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs on vLLM's "
-            "model runner V2; leave it out"
+            "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs "
+            "on vLLM's model runner V2; leave it out"
         )
     if not platform.runs_v2():
-        raise OptionError("vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton")
+        raise OptionError(
+            "vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton"
+        )
     if parallel.data_parallel_size > 1 and model.is_moe:
         raise OptionError(
-            f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's "
-            "CPU build does not support it (all_gatherv), so it is untested; use "
-            "--tensor-parallel-size"
+            "data parallelism of mixture-of-experts models is not supported with "
+            f"{title}: vLLM's CPU build does not support it (all_gatherv), so it is "
+            "untested; use --tensor-parallel-size"
         )
     if model.has_inner_state:
         raise OptionError(
-            "models with a recurrent state (Mamba, gated delta nets) are not supported with "
-            f"{title}: vLLM's CPU build keeps rejected drafts in it or needs bfloat16, so outputs "
-            "could not be compared"
+            "models with a recurrent state (Mamba, gated delta nets) are not "
+            f"supported with {title}: vLLM's CPU build keeps rejected drafts in it or "
+            "needs bfloat16, so outputs could not be compared"
         )
     if on_cpu and model.use_mla:
         raise OptionError(
-            f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build has no "
-            "operator for tokens behind cached ones (gather_and_maybe_dequant_cache)"
+            f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's "
+            "build has no operator for tokens behind cached ones "
+            "(gather_and_maybe_dequant_cache)"
         )
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise OptionError(
-            f"decode context parallelism is not supported with {title}: vLLM's CPU build has "
-            "none, so it is untested; use --tensor-parallel-size"
+            f"decode context parallelism is not supported with {title}: vLLM's CPU "
+            "build has none, so it is untested; use --tensor-parallel-size"
         )
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise OptionError(
-            f"prefill context parallelism is not supported with {title}: vLLM's CPU build has "
-            "none, so it is untested; use --tensor-parallel-size"
+            f"prefill context parallelism is not supported with {title}: vLLM's CPU "
+            "build has none, so it is untested; use --tensor-parallel-size"
         )
     if model.is_encoder_decoder:
         raise OptionError(
-            f"encoder-decoder models are not supported with {title}, which drafts for decoders only; start without it"
+            f"encoder-decoder models are not supported with {title}, which drafts for "
+            "decoders only; start without it"
         )
     if getattr(model, "is_diffusion", False):
         raise OptionError(
-            f"diffusion models are not supported with {title}: they do not emit one token after "
-            "another; start without it"
+            f"diffusion models are not supported with {title}: they do not emit one "
+            "token after another; start without it"
         )
     if parallel.use_ubatching:
-        raise OptionError(f"micro-batching (--enable-dbo) is not supported with {title}")
+        raise OptionError(
+            f"micro-batching (--enable-dbo) is not supported with {title}"
+        )
     if model.enable_prompt_embeds:
         raise OptionError(
-            f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such "
-            "prompts have no token IDs to draft from"
+            "prompt embeddings (--enable-prompt-embeds) are not supported with "
+            f"{title}: such prompts have no token IDs to draft from"
         )
     if model.logits_processors:
         raise OptionError(
-            "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions"
+            "custom logits processors are not supported with drafting: vLLM does not "
+            "apply them to drafted positions"
         )
     if model.runner_type != "generate":
-        raise OptionError("pooling models do not decode; start without a speculative model")
+        raise OptionError(
+            "pooling models do not decode; start without a speculative model"
+        )
     workers = ["auto", WORKER]
     if method.group is not None:
         workers.append(method.group.worker)
     if parallel.worker_cls not in workers:
         raise OptionError(
-            f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own"
+            f"worker class {quoted(parallel.worker_cls)} cannot be combined with "
+            f"{title}, which needs its own"
         )
     if on_cpu and args.enable_batch_sharded_sampling:
         raise OptionError(
-            "--enable-batch-sharded-sampling is not supported with vllm-ppd on a CPU, for which "
-            "it has no kernel; leave it out"
+            "--enable-batch-sharded-sampling is not supported with vllm-ppd on a "
+            "CPU, for which it has no kernel; leave it out"
         )
     if args.watermark_config:
-        raise OptionError("watermarking (--watermark-config) is not supported with vllm-ppd")
+        raise OptionError(
+            "watermarking (--watermark-config) is not supported with vllm-ppd"
+        )
     if cuts and args.enable_lora:
         raise OptionError(
-            f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which "
-            "vLLM sets no adapter; merge the adapter first, or use CP heads"
+            f"LoRA (--enable-lora) is not supported with {title}: its passes run "
+            "tokens for which vLLM sets no adapter; merge the adapter first, or use "
+            "CP heads"
         )
 
-    transfer, executor = args.kv_transfer_config, parallel.distributed_executor_backend
+    transfer = args.kv_transfer_config
+    executor = parallel.distributed_executor_backend
     if parallel.pipeline_parallel_size > 1:
         instead = "use --tensor-parallel-size"
-        within = f"not supported with a worker group, whose stages exchange tokens within a step; {instead}"
+        within = (
+            "not supported with a worker group, whose stages exchange tokens within a step; "
+            f"{instead}"
+        )
         if method.group is None:
             raise OptionError(
-                f"pipeline parallelism is not supported with method {options.method!r}; use "
-                "method 'ppd' or --tensor-parallel-size"
+                "pipeline parallelism is not supported with method "
+                f"{options.method!r}; use method 'ppd' or --tensor-parallel-size"
             )
         if parallel.pipeline_parallel_size != 2:
             raise OptionError(
-                f"a worker group has 2 pipeline stages, not {parallel.pipeline_parallel_size}; use "
-                "--pipeline-parallel-size 2 with --tensor-parallel-size N"
+                "a worker group has 2 pipeline stages, not "
+                f"{parallel.pipeline_parallel_size}; use --pipeline-parallel-size 2 "
+                "with --tensor-parallel-size N"
             )
         if options.gamma > 0:
             raise OptionError(
-                f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle "
-                "stage loses nothing by starting an uncertain token; leave it out"
+                f"gamma={options.gamma:g} is not supported with pipeline parallelism: "
+                "an idle stage loses nothing by starting an uncertain token; leave "
+                "it out"
             )
         if adapter == TRANSFORMERS:
             raise OptionError(
-                f"{family} is served by vLLM's Transformers backend, whose first pipeline stage "
-                f"cannot hold an LM head; {instead}"
+                f"{family} is served by vLLM's Transformers backend, whose first "
+                f"pipeline stage cannot hold an LM head; {instead}"
             )
         if adapter == GRANITE:
             raise OptionError(
-                f"{family} has no residual beside its hidden states, which the stages of a worker "
-                f"group exchange; {instead}"
+                f"{family} has no residual beside its hidden states, which the stages "
+                f"of a worker group exchange; {instead}"
             )
         if model.is_multimodal_model:
             raise OptionError(
-                "multimodal models are not supported with a worker group, whose stages exchange "
-                f"only token IDs; {instead}"
+                "multimodal models are not supported with a worker group, whose "
+                f"stages exchange only token IDs; {instead}"
             )
         if parallel.data_parallel_size > 1:
             raise OptionError("data parallelism is not supported with a worker group")
         if executor == "external_launcher":
-            raise OptionError("the external_launcher executor is not supported with a worker group; use mp or ray")
+            raise OptionError(
+                "the external_launcher executor is not supported with a worker "
+                "group; use mp or ray"
+            )
         if executor == "ray" and platform.older_ray_executor():
             raise OptionError(
-                "vLLM's older Ray executor is not supported with a worker group: its first stage "
-                "never samples; leave out VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
+                "vLLM's older Ray executor is not supported with a worker group: its "
+                "first stage never samples; leave out "
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
             )
         if transfer:
             raise OptionError(f"KV connectors (--kv-transfer-config) are {within}")
@@ -176,18 +220,19 @@ def refuse_target(options: DraftingOptions, model: ModelConfig, parallel: Parall
             raise OptionError(f"KV offloading (--kv-offloading-size) is {within}")
         if args.enable_sleep_mode:
             raise OptionError(
-                "sleep mode (--enable-sleep-mode) is not supported with a worker group: its "
-                f"stages keep their own states; {instead}"
+                "sleep mode (--enable-sleep-mode) is not supported with a worker "
+                f"group: its stages keep their own states; {instead}"
             )
         if args.scheduler_cls not in (None, method.group.scheduler):
             raise OptionError(
-                f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} cannot be "
-                "combined with a worker group, which needs its own"
+                f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} "
+                "cannot be combined with a worker group, which needs its own"
             )
     if cuts and transfer and platform.connector_works_by_layers(transfer):
         raise OptionError(
-            f"this KV connector moves KV layer by layer, which is not supported with {title}: not "
-            "every layer runs in every step; use a connector that moves blocks, or CP heads"
+            "this KV connector moves KV layer by layer, which is not supported with "
+            f"{title}: not every layer runs in every step; use a connector that moves "
+            "blocks, or CP heads"
         )
 
 
@@ -199,7 +244,8 @@ def refuse_cut(model: ModelConfig, cutting: str) -> None:
         raise OptionError(str(error)) from None
     if model.using_transformers_backend() != (adapter == TRANSFORMERS):
         raise OptionError(
-            f"vLLM's Transformers backend is not supported with this family and {cutting}; leave out --model-impl"
+            "vLLM's Transformers backend is not supported with this family and "
+            f"{cutting}; leave out --model-impl"
         )
 
 
@@ -207,69 +253,108 @@ def refuse_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> N
     """Refuse targets that cannot provide the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
-        reading = f"heads that read layers {', '.join(map(str, layers))}, as those in {quoted(folder)}"
+        names = ", ".join(str(layer) for layer in layers)
+        reading = f"heads that read layers {names}, as those in {quoted(folder)}"
         refuse_cut(model, reading)
         if model.is_multimodal_model:
-            raise OptionError(f"multimodal models are not supported with {reading}; train them without --layers")
-
-
-def refuse_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> None:
-    """Refuse options that contradict each other, the heads, or the target's layers."""
-    given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)
-    last, half = config.num_layers - 1, (config.num_layers + 1) // 2
-    if heads is not None:
-        if heads.max_drafts is not None and config.num_speculative_tokens > heads.max_drafts:
             raise OptionError(
-                f"num_speculative_tokens={config.num_speculative_tokens} is more than the "
-                f"{heads.max_drafts} drafts that the heads in {folder} make"
+                f"multimodal models are not supported with {reading}; train them "
+                "without --layers"
             )
-        drafted, all_tokens = (
-            f"draft_vocab_size={options.draft_vocab_size}",
-            heads.target.vocab_size,
-        )
+
+
+def refuse_options(
+    options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None
+) -> None:
+    """Refuse options that contradict each other, the heads, or the target's layers."""
+    given = options.model_fields_set
+    exits = config.exit_layer or ()
+    folder = quoted(options.model)
+    last = config.num_layers - 1
+    half = (config.num_layers + 1) // 2
+    if heads is not None:
+        if (
+            heads.max_drafts is not None
+            and config.num_speculative_tokens > heads.max_drafts
+        ):
+            raise OptionError(
+                f"num_speculative_tokens={config.num_speculative_tokens} is more than "
+                f"the {heads.max_drafts} drafts that the heads in {folder} make"
+            )
+        drafted = f"draft_vocab_size={options.draft_vocab_size}"
+        all_tokens = heads.target.vocab_size
         if (options.draft_vocab_size or 0) > all_tokens:
-            raise OptionError(f"{drafted} is more than the model's vocabulary of {all_tokens}")
-        instead = "leave it out" if heads.names_target else "run `ppd calibrate` on them first"
+            raise OptionError(
+                f"{drafted} is more than the model's vocabulary of {all_tokens}"
+            )
+        instead = (
+            "leave it out"
+            if heads.names_target
+            else "run `ppd calibrate` on them first"
+        )
         if config.draft_vocab_size and heads.counts_tensor is None:
-            raise OptionError(f"{drafted} needs token counts, which the heads in {folder} do not have; {instead}")
+            raise OptionError(
+                f"{drafted} needs token counts, which the heads in {folder} do not "
+                f"have; {instead}"
+            )
         if config.draft_vocab_size and not config.verify:
-            raise OptionError(f"{drafted} would limit the output, as drafts are not verified; leave it out")
+            raise OptionError(
+                f"{drafted} would limit the output, as drafts are not verified; leave "
+                "it out"
+            )
 
     outside = [layer for layer in exits if not 1 <= layer <= last]
     if outside:
         raise OptionError(
-            f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has {config.num_layers} layers"
+            f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has "
+            f"{config.num_layers} layers"
         )
     with_head = getattr(heads, "exit_layers", exits)
     headless = [layer for layer in exits if layer not in with_head]
     if headless and "exit_layer" not in given:
         raise OptionError(
-            f"the heads in {folder} have no exit in {half}..{last}, where a worker group's stages "
-            "can be split; train one there, or leave the heads out"
+            f"the heads in {folder} have no exit in {half}..{last}, where a worker "
+            "group's stages can be split; train one there, or leave the heads out"
         )
     if headless:
         raise OptionError(
-            f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
-            f"{', '.join(map(str, with_head))}"
+            f"exit_layer={quoted(headless[0])} has no head in {folder}, which has "
+            f"heads for layers {', '.join(map(str, with_head))}"
         )
     if len(exits) > 1:
         raise OptionError(
-            f"exit_layer={','.join(map(str, exits))} names several layers, of which a step can "
-            "use one; give one of them"
+            f"exit_layer={','.join(map(str, exits))} names several layers, of which a "
+            "step can use one; give one of them"
         )
     if config.stages > 1 and exits[0] < half:
         raise OptionError(
-            f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}"
+            f"exit_layer={','.join(map(str, exits))} cannot split two pipeline "
+            f"stages; give one layer in {half}..{last}"
         )
 
     # Tokens of a group and unverified tokens are final.
-    final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
+    final = (
+        "pipeline parallelism"
+        if config.stages > 1
+        else None
+        if config.verify
+        else "verify: false"
+    )
     if final and options.adaptive and "adaptive" in given:
-        raise OptionError(f"adaptive has no effect with {final}: no drafted token is rejected there; leave it out")
+        raise OptionError(
+            f"adaptive has no effect with {final}: no drafted token is rejected "
+            "there; leave it out"
+        )
     if final and "draft_sample_method" in given:
-        raise OptionError(f"draft_sample_method has no effect with {final}, which verifies no draft; leave it out")
+        raise OptionError(
+            f"draft_sample_method has no effect with {final}, which verifies no "
+            "draft; leave it out"
+        )
     if final and options.prompt_lookup_min is not None:
-        raise OptionError(f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {final}; leave it out")
+        raise OptionError(
+            f"prompt_lookup_min={options.prompt_lookup_min} is not supported with "
+            f"{final}; leave it out"
+        )
     if config.stages == 1 and options.candidates > 1:
         raise OptionError(
             f"candidates={options.candidates} needs pipeline stages; give "
@@ -279,36 +364,39 @@ def refuse_options(options: DraftingOptions, config: DraftingConfig, heads: Head
 
 def refuse_scheduling(config: DraftingConfig, args: Any) -> None:
     """Refuse vLLM's EngineArgs that drafts, or a worker group, do not support."""
-    drawn = config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
+    drawn = (
+        config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
+    )
     if args.use_fp64_gumbel and drawn:
         raise OptionError(
-            "--use-fp64-gumbel is not supported with sampled drafts: they are drawn with float32 "
-            "random numbers, so hardly any would be accepted; leave it out, or set "
-            "draft_sample_method greedy"
+            "--use-fp64-gumbel is not supported with sampled drafts: they are drawn "
+            "with float32 random numbers, so hardly any would be accepted; leave it "
+            "out, or set draft_sample_method greedy"
         )
     if config.stages > 1:
         if args.async_scheduling:
             raise OptionError(
-                "--async-scheduling is not supported with a worker group, whose steps emit several tokens; leave it out"
+                "--async-scheduling is not supported with a worker group, whose "
+                "steps emit several tokens; leave it out"
             )
         split = os.environ.get(PARTITION)
         if split is not None and split != config.partition:
             raise OptionError(
-                f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker "
-                f"group, {config.partition}: unset it, or set exit_layer"
+                f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of "
+                f"the worker group, {config.partition}: unset it, or set exit_layer"
             )
         refuse_candidates(config, args.max_num_seqs)
 
 
 def refuse_complete_config(config: DraftingConfig) -> None:
-    """Refuse settings that vLLM decides last: it turns breakable graphs on for some models and for
-    invariance.
+    """Refuse settings that vLLM decides last: it turns breakable graphs on for some
+    models and for invariance.
     """
     if config.cuts and platform.breakable_graphs():
         raise OptionError(
-            f"breakable CUDA graphs are not supported with method {config.method!r}, which runs "
-            "parts of the target; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 (unset, vLLM may turn them "
-            "on)"
+            f"breakable CUDA graphs are not supported with method {config.method!r}, "
+            "which runs parts of the target; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 "
+            "(unset, vLLM may turn them on)"
         )
 
 
@@ -319,7 +407,7 @@ def refuse_candidates(config: DraftingConfig, max_num_seqs: int | None) -> None:
         needed = config.candidates * requests
         if needed > max_num_seqs:
             raise OptionError(
-                f"candidates={config.candidates} for {requests} requests need --max-num-seqs "
-                f"{needed}, not {max_num_seqs}; raise it, or lower candidates or "
-                "disable_by_batch_size"
+                f"candidates={config.candidates} for {requests} requests need "
+                f"--max-num-seqs {needed}, not {max_num_seqs}; raise it, or lower "
+                "candidates or disable_by_batch_size"
             )

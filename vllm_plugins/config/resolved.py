@@ -11,13 +11,18 @@ from vllm_ppd.vllm_plugins.registry import METHODS, WORKER, MethodSpec
 
 
 class DraftingConfig(DraftingOptions):
-    """Options resolved for a target: exit layers are known and within the model (None: not used)."""
+    """Options resolved for a target: exit layers are known and within the model (None:
+    not used).
+    """
 
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
-    cuts: bool = False  # whether the target is cut, by the method or for heads that read states within it
+    # whether the target is cut, by the method or for heads that read states within it
+    cuts: bool = False
     heads_summary: str = ""
-    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # by the heads' calibration
+    drafts_by_batch_size: list[list[int]] = Field(
+        default_factory=list
+    )  # by the heads' calibration
 
     @property
     def spec(self) -> MethodSpec:
@@ -34,12 +39,19 @@ class DraftingConfig(DraftingOptions):
         """vLLM's options for its choice of the number of drafts."""
         if self.stages > 1:
             return {}
-        limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
-        if self.adaptive:  # vLLM captures graphs for these; ScheduledDrafts then replaces the table
+        limit = self.disable_by_batch_size
+        ranges = [(first, last, n) for first, last, n in self.drafts_by_batch_size]
+        if (
+            self.adaptive
+        ):  # vLLM captures graphs for these; ScheduledDrafts then replaces the table
             ranges = [(1, 1, self.num_speculative_tokens), (2, LARGEST_BATCH, 0)]
         elif limit is not None:
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
-            ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
+            ranges = [
+                (first, min(last, limit), n)
+                for first, last, n in ranges
+                if first <= limit
+            ]
             ranges.append((limit + 1, LARGEST_BATCH, 0))
         return {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
 
@@ -60,13 +72,23 @@ class DraftingConfig(DraftingOptions):
         cut_off = "none"
         if self.disable_by_batch_size:
             cut_off = f"above {self.disable_by_batch_size} requests"
-        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-off: {cut_off}"
+        return (
+            f"drafting with method {self.method}: {', '.join(parts)}, batch cut-off: "
+            f"{cut_off}"
+        )
 
     def _place(self) -> list[str]:
         if self.stages > 1:
             layers = self.partition.replace(",", " and ")
-            candidates = "1 candidate" if self.candidates == 1 else f"{self.candidates} candidates"
-            return [f"worker group over 2 pipeline stages of {layers} layers", candidates]
+            candidates = (
+                "1 candidate"
+                if self.candidates == 1
+                else f"{self.candidates} candidates"
+            )
+            return [
+                f"worker group over 2 pipeline stages of {layers} layers",
+                candidates,
+            ]
         if self.exit_layer is None:
             return []
         exits = "/".join(str(layer) for layer in self.exit_layer)
@@ -77,7 +99,10 @@ class DraftingConfig(DraftingOptions):
             about = f" ({self.heads_summary})" if self.heads_summary else ""
             return f"heads {self.model}{about}"
         if self.spec.looks_up_alone:
-            return "no heads (train some, or set exit_layer for early drafting without heads)"
+            return (
+                "no heads (train some, or set exit_layer for early drafting without "
+                "heads)"
+            )
         return "no heads (final norm and LM head of the target)"
 
     def _drafts(self) -> str:

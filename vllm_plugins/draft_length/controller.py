@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the number of drafts by expected tokens over cost, without reading a clock.
+"""The choice of the number of drafts by expected tokens over cost, without reading a
+clock.
 
-With s_i the probability that a request's first i drafts are accepted and c(n) the cost of a step with n drafts,
-relative to one without, a batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens per unit
-of cost, and B without drafts. Of the n whose cost was measured, the best is taken.
+With s_i the probability that a request's first i drafts are accepted and c(n) the cost
+of a step with n drafts, relative to one without, a batch of B requests gives (B + sum
+over requests of s_1 + ... + s_n) / c(n) tokens per unit of cost, and B without drafts.
+Of the n whose cost was measured, the best is taken.
 
-WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified, and their acceptance is a guess
+WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified, and
+           their acceptance is a guess
 DRAFTING   drafts pay; every EXPLORE_LONGER choices, the next larger number is tried
 OFF        drafts do not pay
-EXPLORING  a step with drafts nevertheless: after a wait that doubles, until such steps take a fixed share of the time,
-           and again as long as what they emit pays for them
+EXPLORING  a step with drafts nevertheless: after a wait that doubles, until such steps
+           take a fixed share of the time, and again as long as what they emit pays for
+           them
 """
 
 from enum import Enum, auto
@@ -22,8 +26,13 @@ MEMORY = 64  # drafts per request and position that count
 PRIOR_MEMORY = 256  # the same for all requests together
 PRIOR_WEIGHT = 8.0  # number of a request's drafts that weigh as much as the prior
 KINDS = 2  # kinds of the method's drafts
-GUESS, GUESS_WEIGHT = 0.6, 6.0  # prior acceptance, and the number of drafts for which it counts
-DECAY = 0.5, 0.8  # factors on a request's and on all requests' counts when they may be out of date
+# prior acceptance, and the number of drafts for which it counts
+GUESS = 0.6
+GUESS_WEIGHT = 6.0
+DECAY = (
+    0.5,
+    0.8,
+)  # factors on a request's and on all requests' counts when they may be out of date
 
 
 class Acceptance:
@@ -31,14 +40,17 @@ class Acceptance:
 
     Args:
         most: most drafts of a request, N.
-        kinds: of drafts, each with its own prior: the method's drafts of sampling and of greedy requests (KINDS), then
-            looked-up drafts, for which the prior says more than their request does.
+        kinds: of drafts, each with its own prior: the method's drafts of sampling and
+            of greedy requests (KINDS), then looked-up drafts, for which the prior says
+            more than their request does.
     """
 
     def __init__(self, most: int, kinds: int) -> None:
         self.most = most
         self.hits = np.zeros((0, most))  # [rows, N] accepted drafts by position
-        self.trials = np.zeros((0, most))  # [rows, N] drafts whose predecessors were accepted
+        self.trials = np.zeros(
+            (0, most)
+        )  # [rows, N] drafts whose predecessors were accepted
         self.kinds = np.zeros(0, dtype=np.int64)  # [rows] kind of each row's drafts
         # [kinds, N] trials of all requests
         self.prior_trials = np.full((kinds, most), GUESS_WEIGHT)
@@ -74,17 +86,25 @@ class Acceptance:
             rows = self.kinds == kind
             tried = trials[rows].sum(axis=0)
             kept = (1 - 1 / PRIOR_MEMORY) ** tried
-            self.prior_hits[kind] = self.prior_hits[kind] * kept + hits[rows].sum(axis=0)
+            self.prior_hits[kind] = self.prior_hits[kind] * kept + hits[rows].sum(
+                axis=0
+            )
             self.prior_trials[kind] = self.prior_trials[kind] * kept + tried
 
     def probabilities(self) -> np.ndarray:
-        """s_1, s_2, ...: probability that a request's first i drafts are all accepted: [rows, N]."""
+        """s_1, s_2, ...: probability that a request's first i drafts are all accepted:
+        [rows, N].
+        """
         prior = (self.prior_hits / self.prior_trials)[self.kinds]
         requests = (self.hits + PRIOR_WEIGHT * prior) / (self.trials + PRIOR_WEIGHT)
-        return np.cumprod(np.where((self.kinds < KINDS)[:, None], requests, prior), axis=1)
+        return np.cumprod(
+            np.where((self.kinds < KINDS)[:, None], requests, prior), axis=1
+        )
 
     def decay(self) -> None:
-        """Decay the counts of the batch's requests and of their kinds, since the text may have changed."""
+        """Decay the counts of the batch's requests and of their kinds, since the text
+        may have changed.
+        """
         self.hits *= DECAY[0]
         self.trials *= DECAY[0]
         kinds = np.unique(self.kinds)
@@ -120,16 +140,30 @@ class DraftLengthController:
         explored: share of the time in OFF that explorations take, in the long run.
     """
 
-    def __init__(self, costs: StepCosts, kinds: int, first_wait: int, explored: float) -> None:
-        self.costs, self.first_wait, self.explored = costs, first_wait, explored
+    def __init__(
+        self, costs: StepCosts, kinds: int, first_wait: int, explored: float
+    ) -> None:
+        self.costs = costs
+        self.first_wait = first_wait
+        self.explored = explored
         self.acceptance = Acceptance(costs.most, kinds)
         self.state = State.WARMUP
         self._tried: set[int] = set()  # kinds with verified drafts
-        self._steps = self._explored = 0  # steps so far, and the step of the last exploration
-        self._wait, self._cost = first_wait, 1.0  # steps until the next exploration, and its cost
+        self._steps = self._explored = (
+            0  # steps so far, and the step of the last exploration
+        )
+        # steps until the next exploration, and its cost
+        self._wait = first_wait
+        self._cost = 1.0
         self._paid = False  # whether the last exploration step paid off
 
-    def observe(self, req_ids: list[str], emitted: np.ndarray, drafts: np.ndarray, kinds: np.ndarray) -> None:
+    def observe(
+        self,
+        req_ids: list[str],
+        emitted: np.ndarray,
+        drafts: np.ndarray,
+        kinds: np.ndarray,
+    ) -> None:
         """Count the accepted drafts of a step.
 
         Args:
@@ -155,28 +189,42 @@ class DraftLengthController:
         if not allowed.any():
             return 0
         costs = self.costs.relative(len(allowed))
-        accepted = self.acceptance.probabilities()[allowed].sum(axis=0).cumsum()  # by drafts, from 1 on
-        gains = {count: (1 + accepted[count - 1] / len(allowed)) / costs[count] for count in self.costs.counts}
+        accepted = (
+            self.acceptance.probabilities()[allowed].sum(axis=0).cumsum()
+        )  # by drafts, from 1 on
+        gains = {
+            count: (1 + accepted[count - 1] / len(allowed)) / costs[count]
+            for count in self.costs.counts
+        }
         best = max(gains, key=lambda count: gains[count])
-        gain, cost = gains[best], float(costs[best])
+        gain = gains[best]
+        cost = float(costs[best])
         paused = self.state in (State.OFF, State.EXPLORING)
         if gain >= (STARTS if paused else 1.0):
             known = self._tried.issuperset(kinds.tolist())
-            self.state, self._wait = State.DRAFTING if known else State.WARMUP, self.first_wait
+            self.state = State.DRAFTING if known else State.WARMUP
+            self._wait = self.first_wait
             if paused:
                 self._explored = self._steps
             if self._steps - self._explored >= EXPLORE_LONGER:
                 self._explored = self._steps
-                return min((count for count in self.costs.counts if count > best), default=best)
+                return min(
+                    (count for count in self.costs.counts if count > best), default=best
+                )
             return best
         self._cost = cost
         if not paused:
-            self.state, self._explored = State.OFF, self._steps
+            self.state = State.OFF
+            self._explored = self._steps
         if not self._paid and self._steps < self._explored + self._wait:
             self.state = State.OFF
             return 0
         if not self._paid:
             self.acceptance.decay()
-            self._wait = min(2 * self._wait, max(2 * self.first_wait, int((cost - 1) / self.explored)))
-        self.state, self._explored = State.EXPLORING, self._steps
+            self._wait = min(
+                2 * self._wait,
+                max(2 * self.first_wait, int((cost - 1) / self.explored)),
+            )
+        self.state = State.EXPLORING
+        self._explored = self._steps
         return best

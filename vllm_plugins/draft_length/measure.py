@@ -13,7 +13,10 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 logger = logging.getLogger("vllm.vllm_ppd")
 
 GROWTH = 4  # factor between measured batch sizes
-LEAST_ROUNDS, ROUNDS, ROUND_SECONDS = 2, 5, 0.5  # per batch size; no further rounds start after these seconds
+# per batch size; no further rounds start after these seconds
+LEAST_ROUNDS = 2
+ROUNDS = 5
+ROUND_SECONDS = 0.5
 SECONDS = 8.0  # after which only the first rounds of required batch sizes start
 GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
@@ -29,9 +32,10 @@ def counts_of(most: int, device: str) -> list[int]:
 def sizes_to_measure(largest: int, max_drafts: int) -> tuple[list[int], list[int]]:
     """Batch sizes in the order in which they are measured.
 
-    The cost of drafts rises where a step becomes limited by compute, and where verification no longer fits a graph.
-    A table that ends before these batches would let an engine draft there at a loss, so they come first. Small batches
-    take little time and are always measured, too.
+    The cost of drafts rises where a step becomes limited by compute, and where
+    verification no longer fits a graph. A table that ends before these batches would
+    let an engine draft there at a loss, so they come first. Small batches take little
+    time and are always measured, too.
 
     Args:
         largest: batch size.
@@ -53,16 +57,19 @@ def measure_table(
     counts: list[int],
     from_first_rank: Callable[[Any], Any],
 ) -> CostTable:
-    """Measure steps of several batch sizes, as many as time allows; once more if the result is implausible.
+    """Measure steps of several batch sizes, as many as time allows; once more if the
+    result is implausible.
 
-    The fastest round of all measurements counts, since other work on the machine only makes steps slower. All of it
-    takes about SECONDS; on a slow machine the first rounds of the required sizes take as long again.
+    The fastest round of all measurements counts, since other work on the machine only
+    makes steps slower. All of it takes about SECONDS; on a slow machine the first
+    rounds of the required sizes take as long again.
 
     Args:
         time_steps: (requests, counts) -> seconds of a step with each number of drafts.
         largest: batch size.
         counts: drafts per request, ascending from 0.
-        from_first_rank: gives all tensor-parallel ranks the first rank's value, since they must run the same steps.
+        from_first_rank: gives all tensor-parallel ranks the first rank's value, since
+            they must run the same steps.
     """
 
     began = time.perf_counter()
@@ -81,8 +88,9 @@ def measure_table(
             rounds *= 2
         return np.sort(rounds, axis=0)[:2]
 
-    # A step that is limited by compute takes a time that grows with its tokens. If a round of the largest batch took
-    # longer than all the time there is, a smaller batch is limited by compute, too, and has the same relative costs.
+    # A step that is limited by compute takes a time that grows with its tokens. If a
+    # round of the largest batch took longer than all the time there is, a smaller batch
+    # is limited by compute, too, and has the same relative costs.
     time_steps(largest, [0])
     seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
     largest = from_first_rank(min(max(int(largest * SECONDS / seconds), 1), largest))
@@ -97,7 +105,11 @@ def measure_table(
     table = _table(sizes, counts, from_first_rank(rounds))
     reason = table.implausible()
     if reason and not late(began, SECONDS):
-        logger.info("vllm-ppd: measuring step costs again, as the machine seems to have been busy: %s", reason)
+        logger.info(
+            "vllm-ppd: measuring step costs again, as the machine seems to have been "
+            "busy: %s",
+            reason,
+        )
         began = time.perf_counter()
         again = np.concatenate([rounds, [two_fastest(size) for size in sizes]], axis=1)
         table = _table(sizes, counts, from_first_rank(np.sort(again, axis=1)))
@@ -106,5 +118,6 @@ def measure_table(
 
 def _table(sizes: list[int], counts: list[int], rounds: np.ndarray) -> CostTable:
     """A table of rounds [sizes, at least 2, counts], the fastest first."""
-    fastest, second = rounds[:, 0].tolist(), rounds[:, 1].tolist()
+    fastest = rounds[:, 0].tolist()
+    second = rounds[:, 1].tolist()
     return CostTable(sizes=sizes, counts=counts, seconds=fastest, second_fastest=second)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests can look drafts up, decided by the scheduler from their texts, as it has no drafts of runner V2."""
+"""Which requests can look drafts up, decided by the scheduler from their texts, as it
+has no drafts of runner V2.
+"""
 
 from collections.abc import Collection, Sequence
 
 
 class RepeatedText:
-    """Tells whether each request's last tokens occurred before in its text; a call takes time for new tokens only.
+    """Tells whether each request's last tokens occurred before in its text; a call
+    takes time for new tokens only.
 
     Args:
         shortest: tokens that must agree.
@@ -24,7 +27,9 @@ class RepeatedText:
         seen = self._seen.setdefault(req_id, set())
         new = token_ids[max(self._lengths.get(req_id, 0) + 1 - self.shortest, 0) :]
         self._lengths[req_id] = len(token_ids)
-        *grams, last = list(zip(*(new[offset:] for offset in range(self.shortest)), strict=False)) or [()]
+        *grams, last = list(
+            zip(*(new[offset:] for offset in range(self.shortest)), strict=False)
+        ) or [()]
         seen.update(grams)
         self._repeats[req_id] = last in seen
         if last:

@@ -10,8 +10,8 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 class DeviceCount:
     """A number in the host's memory to which the device adds.
 
-    The host reads what the device has written so far, a step or two behind. On a device without unified addressing it
-    reads 0.
+    The host reads what the device has written so far, a step or two behind. On a device
+    without unified addressing it reads 0.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of a drafting method: a tensor program from one engine step to the drafts for the next.
+"""The interface of a drafting method: a tensor program from one engine step to the
+drafts for the next.
 
-A drafter sees a row a request and works on the device alone: it never waits for it, so that the same code runs between
-the steps of a runner that schedules ahead. Differences between requests (length limits, confidence, back-off) are masks
-or counts, never missing rows. Its driver (engine/) provides the inputs and copies the drafts to the host.
+A drafter sees a row a request and works on the device alone: it never waits for it, so
+that the same code runs between the steps of a runner that schedules ahead. Differences
+between requests (length limits, confidence, back-off) are masks or counts, never
+missing rows. Its driver (engine/) provides the inputs and copies the drafts to the
+host.
 """
 
 from __future__ import annotations
@@ -24,13 +27,17 @@ if TYPE_CHECKING:
 
 
 class LookedUp(NamedTuple):
-    """Drafts that were looked up in the requests' own texts; they take the place of the method's."""
+    """Drafts that were looked up in the requests' own texts; they take the place of the
+    method's.
+    """
 
     matched: torch.Tensor  # [requests] bool, whether the request has looked-up drafts
     token_ids: torch.Tensor  # [requests, K] int64, arbitrary where there is no match
 
     def at(self, offset: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """The drafts at an offset: looked-up ones where there is a match, else token_ids [requests]."""
+        """The drafts at an offset: looked-up ones where there is a match, else
+        token_ids [requests].
+        """
         return torch.where(self.matched, self.token_ids[:, offset], token_ids)
 
 
@@ -39,13 +46,23 @@ class DraftInputs:
     """The step that has just ended, with a row for each request that may draft."""
 
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    hidden: torch.Tensor  # [requests, hidden] normed state from which the target sampled that token
-    places: torch.Tensor  # [requests] int64, index of that state's token within the step's tokens
+    hidden: (
+        torch.Tensor
+    )  # [requests, hidden] normed state from which the target sampled that token
+    places: (
+        torch.Tensor
+    )  # [requests] int64, index of that state's token within the step's tokens
     num_drafts: int  # K, the most drafts of any request
     sampling: Sampling | None = None  # None: every draft is the best token
-    options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], or NaN
-    context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
-    # Drafts that will replace the method's: a method whose drafts run layers of the target must run them over these.
+    options: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # request options by name, [requests], or NaN
+    context: torch.Tensor | None = (
+        # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+        None
+    )
+    # Drafts that will replace the method's: a method whose drafts run layers of the
+    # target must run them over these.
     looked_up: LookedUp | None = None
 
 
@@ -60,7 +77,8 @@ class FirstStack(Protocol):
             token_ids: [requests] int64; an INVALID one runs as some token.
 
         Returns:
-            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in rows that may not draft so far.
+            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
+            rows that may not draft so far.
         """
         ...
 
@@ -70,7 +88,9 @@ class Drafts:
     """The drafts after a step."""
 
     token_ids: torch.Tensor  # [requests, K] int64
-    counts: torch.Tensor | None = None  # [requests] int64 usable drafts; None: as many as allowed
+    counts: torch.Tensor | None = (
+        None  # [requests] int64 usable drafts; None: as many as allowed
+    )
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -80,7 +100,9 @@ def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 class Drafter(ABC):
-    """A drafting method, built once per engine, before vLLM measures the memory left for its KV cache."""
+    """A drafting method, built once per engine, before vLLM measures the memory left
+    for its KV cache.
+    """
 
     vocabulary: DraftVocabulary | None = None  # tokens that may be drafted; None: all
     context_tokens: int = 0  # latest tokens of each request that propose needs
@@ -95,13 +117,17 @@ class Drafter(ABC):
         """
 
     def refresh(self) -> None:
-        """Copy again what load copied of the target's weights, in place, after these have changed."""
+        """Copy again what load copied of the target's weights, in place, after these
+        have changed.
+        """
         if self.vocabulary is not None:
             self.vocabulary.refresh()
 
     @abstractmethod
     def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
-        """Draft up to K tokens per request. Called under inference mode; never synchronises with the device."""
+        """Draft up to K tokens per request. Called under inference mode; never
+        synchronises with the device.
+        """
 
 
 class ChainDrafter(Drafter):
@@ -110,8 +136,12 @@ class ChainDrafter(Drafter):
     requests_at_once: int
 
     def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
-        requests, size = len(step.newest_ids), self.requests_at_once
-        parts = [self.drawn(step, slice(start, start + size)) for start in range(0, requests, size)]
+        requests = len(step.newest_ids)
+        size = self.requests_at_once
+        parts = [
+            self.drawn(step, slice(start, start + size))
+            for start in range(0, requests, size)
+        ]
         return Drafts(self.ids(parts[0] if len(parts) == 1 else torch.cat(parts)))
 
     @abstractmethod

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps of dummy requests for timing, run by vLLM's own model runner in an engine that is not serving yet.
+"""Decode steps of dummy requests for timing, run by vLLM's own model runner in an
+engine that is not serving yet.
 
-A step is everything that the model runner does: inputs, forward pass, verification, drafting. The scheduler, the
-detokenizer and communication are left out; they take about the same with and without drafts, so relative
-costs are a little too high. Contexts are short: if attention over a long context is limited by memory, drafts
-are relatively cheaper than measured; if it is limited by compute, more expensive.
+A step is everything that the model runner does: inputs, forward pass, verification,
+drafting. The scheduler, the detokenizer and communication are left out; they take about
+the same with and without drafts, so relative costs are a little too high. Contexts are
+short: if attention over a long context is limited by memory, drafts are relatively
+cheaper than measured; if it is limited by compute, more expensive.
 """
 
 import itertools
@@ -24,7 +26,8 @@ TOKEN = 1  # the token of prompts and looked-up drafts
 
 
 class DummyBatch:
-    """Requests in an idle engine, scheduled as vLLM's scheduler would, and removed when the context ends.
+    """Requests in an idle engine, scheduled as vLLM's scheduler would, and removed when
+    the context ends.
 
     Drafts stay on the device, and the host does not wait for tokens.
 
@@ -42,18 +45,29 @@ class DummyBatch:
         self.emitted = [0] * requests
         numbers = itertools.count(1)  # block 0 is vLLM's null block
         self._blocks = [
-            tuple([next(numbers) for _ in range(count)] for count in blocks_per_request(runner, length))
+            tuple(
+                [next(numbers) for _ in range(count)]
+                for count in blocks_per_request(runner, length)
+            )
             for _ in range(requests)
         ]
 
     def __enter__(self) -> Self:
         at_once = max(1, self.runner.scheduler_config.max_num_batched_tokens // PROMPT)
-        # Sampled, as greedy requests verify slightly faster. No draft is dropped for lack of confidence.
-        params = SamplingParams(temperature=1.0, max_tokens=self.runner.max_model_len, extra_args={EPS_B: 0.0})
+        # Sampled, as greedy requests verify slightly faster. No draft is dropped for
+        # lack of confidence.
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=self.runner.max_model_len,
+            extra_args={EPS_B: 0.0},
+        )
         for start in range(0, len(self.names), at_once):
             output = SchedulerOutput.make_empty()
-            # The runner learns with the next step that an idle engine's last requests have ended.
-            output.finished_req_ids = set(self.runner.req_states.req_id_to_index) - set(self.names)
+            # The runner learns with the next step that an idle engine's last requests
+            # have ended.
+            output.finished_req_ids = set(self.runner.req_states.req_id_to_index) - set(
+                self.names
+            )
             output.scheduled_new_reqs = [
                 NewRequestData(
                     req_id=self.names[i],
@@ -88,30 +102,45 @@ class DummyBatch:
         cached.num_computed_tokens = [PROMPT + emitted - 1 for emitted in self.emitted]
         cached.num_output_tokens = list(self.emitted)
         output.scheduled_cached_reqs = cached
-        self._run(output, {name: 1 + len(ids) for name, ids in zip(self.names, drafts, strict=True)})
+        self._run(
+            output,
+            {name: 1 + len(ids) for name, ids in zip(self.names, drafts, strict=True)},
+        )
 
     def _run(self, output: SchedulerOutput, tokens: dict[str, int]) -> None:
-        output.num_scheduled_tokens, output.total_num_scheduled_tokens = tokens, sum(tokens.values())
+        output.num_scheduled_tokens = tokens
+        output.total_num_scheduled_tokens = sum(tokens.values())
         output.num_spec_tokens_to_schedule = self.drafts
         self.runner.execute_model(output)
         self.runner.sample_tokens(None)
-        self.emitted = [emitted + tokens.get(name, 0) for name, emitted in zip(self.names, self.emitted, strict=True)]
+        self.emitted = [
+            emitted + tokens.get(name, 0)
+            for name, emitted in zip(self.names, self.emitted, strict=True)
+        ]
 
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:
     """KV blocks of a request with a number of tokens in each KV cache group."""
-    sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
+    sizes = [
+        group.kv_cache_spec.block_size
+        for group in runner.kv_cache_config.kv_cache_groups
+    ]
     return [-(-length // size) for size in sizes]
 
 
 def length_needed(counts: Sequence[int], steps: int) -> int:
-    """Tokens that a request needs for `steps` steps with each number of drafts, and for the drafts of the last."""
+    """Tokens that a request needs for `steps` steps with each number of drafts, and for
+    the drafts of the last.
+    """
     return PROMPT + 1 + sum(steps * (1 + count) for count in counts) + max(counts) + 1
 
 
 def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
-    """The largest batch for which a number of steps can run; 0 if requests cannot be long enough."""
-    scheduler, length = runner.scheduler_config, length_needed(counts, steps)
+    """The largest batch for which a number of steps can run; 0 if requests cannot be
+    long enough.
+    """
+    scheduler = runner.scheduler_config
+    length = length_needed(counts, steps)
     if length > runner.max_model_len:
         return 0
     blocks = sum(blocks_per_request(runner, length))
@@ -122,7 +151,9 @@ def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
     )
 
 
-WARM, TIMED = 2, 8  # steps with each number of drafts
+# steps with each number of drafts
+WARM = 2
+TIMED = 8
 STEPS = WARM + TIMED
 
 
@@ -138,9 +169,11 @@ def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]
     runner.kv_connector.set_disabled(True)
     try:
         with DummyBatch(runner, requests, length_needed(counts, STEPS)) as batch:
-            # A first step verifies the drafts of the number before it, of which there must be enough.
+            # A first step verifies the drafts of the number before it, of which there
+            # must be enough.
             for count in sorted(counts, reverse=True):
-                batch.drafts, drafts = count, [[TOKEN] * count] * requests
+                batch.drafts = count
+                drafts = [[TOKEN] * count] * requests
                 for _ in range(WARM):
                     batch.decode(drafts)
                 wait(runner)

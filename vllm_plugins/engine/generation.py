@@ -29,18 +29,27 @@ class OfflineEngine:
         self._llm = LLM(**engine_arguments(options))
         del os.environ[platform.ENDS_WITH]
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+    ) -> list[Continuation]:
         params = [self._params(sampling, seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        outputs = self._llm.generate(inputs, params, use_tqdm=partial(tqdm, leave=False))
+        outputs = self._llm.generate(
+            inputs, params, use_tqdm=partial(tqdm, leave=False)
+        )
         answers = [output.outputs[0] for output in outputs]
-        return [Continuation(list(a.token_ids), a.text, str(a.finish_reason)) for a in answers]
+        return [
+            Continuation(list(a.token_ids), a.text, str(a.finish_reason))
+            for a in answers
+        ]
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
-        """vLLM's parameters; explicit, as its defaults follow the model's generation_config.json."""
+        """vLLM's parameters; explicit, as its defaults follow the model's
+        generation_config.json.
+        """
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -65,7 +74,11 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
     }
     if platform.is_cpu():
         arguments |= _cpu_arguments(options)
-    return arguments if options.kv_cache_gib is None else arguments | platform.kv_cache(options.kv_cache_gib)
+    return (
+        arguments
+        if options.kv_cache_gib is None
+        else arguments | platform.kv_cache(options.kv_cache_gib)
+    )
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
@@ -74,7 +87,8 @@ def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     arguments: dict[str, Any] = {
-        "enforce_eager": True,  # compilation takes minutes and saves little in large batches
+        # compilation takes minutes and saves little in large batches
+        "enforce_eager": True,
         # A seeded request with a chunked prompt ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP, options.max_length),

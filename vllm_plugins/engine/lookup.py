@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup on runner V2, row by row: a request whose text repeats itself drafts the tokens that followed.
+"""Prompt lookup on runner V2, row by row: a request whose text repeats itself drafts
+the tokens that followed.
 
-The longest earlier match of the text's last tokens counts, the latest of several; requests without one keep the
-method's drafts. Output does not depend on the source of a draft (verification.py). The kernels are those of vLLM's
-`ngram_gpu`, which keeps every token of every request on the device.
+The longest earlier match of the text's last tokens counts, the latest of several;
+requests without one keep the method's drafts. Output does not depend on the source of a
+draft (verification.py). The kernels are those of vLLM's `ngram_gpu`, which keeps every
+token of every request on the device.
 """
 
 from typing import Any
@@ -29,8 +31,17 @@ class Lookup:
         device: of the drafts.
     """
 
-    def __init__(self, shortest: int, rows: int, drafts: int, req_states: Any, device: torch.device) -> None:
-        self.shortest, self.longest, self.states = shortest, max(shortest, LONGEST), req_states
+    def __init__(
+        self,
+        shortest: int,
+        rows: int,
+        drafts: int,
+        req_states: Any,
+        device: torch.device,
+    ) -> None:
+        self.shortest = shortest
+        self.longest = max(shortest, LONGEST)
+        self.states = req_states
         self.max_len: int = req_states.max_model_len
         blocks = cdiv(self.max_len, BLOCK)
         self.scores = torch.zeros(rows, blocks, dtype=torch.int64, device=device)
@@ -44,7 +55,9 @@ class Lookup:
         """
         states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
         num_drafts = self.tokens.shape[1]
-        token_ids, places, ended = states.all_token_ids.gpu, rows.clamp(min=0), (rows >= 0).int()
+        token_ids = states.all_token_ids.gpu
+        places = rows.clamp(min=0)
+        ended = (rows >= 0).int()
         ngram._ngram_scan_kernel[(requests, blocks)](
             token_ids,
             token_ids.stride(0),

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters at /metrics, under `ppd:`, which travel with vLLM's `vllm:spec_decode_...`.
+"""Our counters at /metrics, under `ppd:`, which travel with vLLM's
+`vllm:spec_decode_...`.
 
-    worker       Counters: counts; new counts are an attribute of the step's ModelRunnerOutput
-    scheduler    adds them to the SchedulerStats of the step, in the open dictionary of KV connectors' statistics
+    worker       Counters: counts; new counts are an attribute of the step's
+                 ModelRunnerOutput
+    scheduler    adds them to the SchedulerStats of the step, in the open dictionary of
+                 KV connectors' statistics
     front end    takes them out again, and adds them to Prometheus counters
 
-So they work where vLLM's do: with workers on other machines, and with several API servers, each of which gets
-some steps. Only the wrapped calls of patches/statistics.py depend on vLLM.
+So they work where vLLM's do: with workers on other machines, and with several API
+servers, each of which gets some steps. Only the wrapped calls of patches/statistics.py
+depend on vLLM.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,23 +22,49 @@ import numpy as np
 from vllm_ppd.vllm_plugins.draft_length.scheduled import DRAFTING_OFF
 
 COUNTERS = {
-    "deferred_steps": "Engine steps that ran only the deep pass, or nothing, from saved states.",
+    "deferred_steps": (
+        "Engine steps that ran only the deep pass, or nothing, from saved states."
+    ),
     "fallback_steps": "Engine steps that ran the full forward.",
-    "suppressed_drafts": "Drafts suppressed because they were not expected to pay off (adaptive).",
-    **dict.fromkeys(DRAFTING_OFF, "Engine steps after which no request drafted, by reason."),  # after a slash
-    "exploration_steps": "Engine steps with more drafts than expected to pay off, to see their acceptance (adaptive).",
-    "invalid_drafts": "Times a request's drafts were dropped, as logits were not finite.",
-    "lookup_steps": "Engine steps after which drafts were looked up for a request (prompt_lookup_min).",
-    "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
+    "suppressed_drafts": (
+        "Drafts suppressed because they were not expected to pay off (adaptive)."
+    ),
+    **dict.fromkeys(
+        DRAFTING_OFF, "Engine steps after which no request drafted, by reason."
+    ),  # after a slash
+    "exploration_steps": (
+        "Engine steps with more drafts than expected to pay off, to see their "
+        "acceptance (adaptive)."
+    ),
+    "invalid_drafts": (
+        "Times a request's drafts were dropped, as logits were not finite."
+    ),
+    "lookup_steps": (
+        "Engine steps after which drafts were looked up for a request "
+        "(prompt_lookup_min)."
+    ),
+    "unverified_tokens": (
+        "Tokens emitted without verification (method dynamo with verify: false)."
+    ),
     "drafting_seconds": "Seconds of host time spent in drafting.",
-    "group_micro_steps": "Micro-steps of a worker group: passes of the last stage within group steps.",
-    "group_hits": "Tokens that a worker group had started before the target chose them.",
+    "group_micro_steps": (
+        "Micro-steps of a worker group: passes of the last stage within group steps."
+    ),
+    "group_hits": (
+        "Tokens that a worker group had started before the target chose them."
+    ),
     "group_misses": "Tokens that no candidate of a worker group had started.",
     "group_candidates": "Candidates that a worker group ran through the first stage.",
     "group_candidates_discarded": "Candidates whose token the target did not choose.",
     "group_tokens": "Tokens that a worker group emitted in its steps.",
-    "group_first_stage_layers": "Layers that the first stage computed for these, each counted per token and request.",
-    "group_last_stage_layers": "Layers that the last stage computed for these, each counted per token and request.",
+    "group_first_stage_layers": (
+        "Layers that the first stage computed for these, each counted per token and "
+        "request."
+    ),
+    "group_last_stage_layers": (
+        "Layers that the last stage computed for these, each counted per token and "
+        "request."
+    ),
 }
 _NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
@@ -78,7 +108,11 @@ class Counters:
         """Attach new counts to a step's output."""
         new = self.take()
         if new.any():
-            setattr(output, ATTRIBUTE, {_NAMES[column]: float(new[column]) for column in new.nonzero()[0]})
+            setattr(
+                output,
+                ATTRIBUTE,
+                {_NAMES[column]: float(new[column]) for column in new.nonzero()[0]},
+            )
 
 
 _totals = dict.fromkeys(COUNTERS, 0.0)
@@ -127,4 +161,6 @@ class Published:
 
     def _of(self, name: str, engine: int) -> Any:
         base, _, reason = name.partition("/")
-        return self._counters[base].labels(self.model_name, str(engine), *[reason] * bool(reason))
+        return self._counters[base].labels(
+            self.model_name, str(engine), *[reason] * bool(reason)
+        )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constraints on passes outside of vLLM's own steps: KV connectors, and backends that make the host wait."""
+"""Constraints on passes outside of vLLM's own steps: KV connectors, and backends that
+make the host wait.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -15,7 +17,9 @@ _warned: set[str] = set()
 
 @contextmanager
 def unseen_by_connectors() -> Iterator[None]:
-    """A context for layers that run between steps, which hides their KV of drafts from connectors."""
+    """A context for layers that run between steps, which hides their KV of drafts from
+    connectors.
+    """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     with temporarily(kv_transfer_state, _KV_CONNECTOR_AGENT=None):
@@ -23,20 +27,25 @@ def unseen_by_connectors() -> Iterator[None]:
 
 
 def on_device(groups: Iterable[Any]) -> bool:
-    """Whether all attention groups update their metadata on the device; logs once if one does not."""
+    """Whether all attention groups update their metadata on the device; logs once if
+    one does not.
+    """
     others = {}
     for group in groups:
         builder = group.get_metadata_builder()
         if not updates_in_place(builder):
-            others[group.backend.get_name()] = builder.supports_draft_decode_metadata_update
+            others[group.backend.get_name()] = (
+                builder.supports_draft_decode_metadata_update
+            )
     for name in sorted(others.keys() - _warned):
         _warned.add(name)
         instead = "avoid this with --attention-backend FLASH_ATTN or TRITON_ATTN"
         if others[name]:
             instead = "no other backend avoids this for this model's chunked layers"
         logger.warning(
-            "vllm-ppd: attention backend %s may copy sequence lengths to the host in every shallow pass, which then "
-            "waits for the device and runs without a CUDA graph; %s",
+            "vllm-ppd: attention backend %s may copy sequence lengths to the host in "
+            "every shallow pass, which then waits for the device and runs without a "
+            "CUDA graph; %s",
             name,
             instead,
         )
@@ -44,15 +53,19 @@ def on_device(groups: Iterable[Any]) -> bool:
 
 
 def updates_in_place(builder: Any) -> bool:
-    """Whether a builder can update a decode pass's metadata for the next pass, and the update is of its own metadata.
+    """Whether a builder can update a decode pass's metadata for the next pass, and the
+    update is of its own metadata.
 
-    A derived builder may build other metadata and inherit an update that does not know of them: that of chunked local
-    attention builds lengths and blocks of chunks, and its base class updates nothing, as it counts on sequence lengths
-    that change in place.
+    A derived builder may build other metadata and inherit an update that does not know
+    of them: that of chunked local attention builds lengths and blocks of chunks, and
+    its base class updates nothing, as it counts on sequence lengths that change in
+    place.
     """
     if not builder.supports_draft_decode_metadata_update:
         return False
     kinds = type(builder).__mro__
     builds = next(kind for kind in kinds if "build" in vars(kind))
-    updates = next(kind for kind in kinds if "update_draft_decode_metadata" in vars(kind))
+    updates = next(
+        kind for kind in kinds if "update_draft_decode_metadata" in vars(kind)
+    )
     return issubclass(updates, builds)

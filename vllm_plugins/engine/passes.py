@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of the target's first stack outside of vLLM's own step on runner V2, into the target's paged KV cache."""
+"""Passes of the target's first stack outside of vLLM's own step on runner V2, into the
+target's paged KV cache.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +9,10 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+)
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
@@ -19,10 +24,17 @@ class PassInputs(NamedTuple):
     input_ids: torch.Tensor  # int32, as in vLLM
     positions: torch.Tensor  # int64, within the model's length
     seq_lens: torch.Tensor  # int32
-    writing: torch.Tensor  # int64, request rows that write KV; -1 where none is to be written
+    writing: (
+        torch.Tensor
+    )  # int64, request rows that write KV; -1 where none is to be written
 
     def fill(
-        self, rows: torch.Tensor, newest: torch.Tensor, token_ids: torch.Tensor, offset: int, max_model_len: int
+        self,
+        rows: torch.Tensor,
+        newest: torch.Tensor,
+        token_ids: torch.Tensor,
+        offset: int,
+        max_model_len: int,
     ) -> None:
         """Fill in the tokens that are some places after the newest ones.
 
@@ -51,7 +63,8 @@ class FirstStackPasses:
     """
 
     def __init__(self, speculator: Any, cut: ModelCut) -> None:
-        self.speculator, self.cut = speculator, cut
+        self.speculator = speculator
+        self.cut = cut
         self.vllm_config: Any = speculator.vllm_config
         self.device = speculator.device
         self.max_model_len: int = speculator.max_model_len
@@ -60,21 +73,36 @@ class FirstStackPasses:
         self.starts = self.starts_cpu.to(self.device)
         self.prefilling = torch.zeros(most, dtype=torch.bool)
         types = (torch.int32, torch.int64, torch.int32, torch.int64)
-        self.inputs = PassInputs(*(torch.zeros(most, dtype=dtype, device=self.device) for dtype in types))
-        self.bounds: torch.Tensor | None = None  # [requests] bounds of sequence lengths; None while capturing a graph
+        self.inputs = PassInputs(
+            *(torch.zeros(most, dtype=dtype, device=self.device) for dtype in types)
+        )
+        self.bounds: torch.Tensor | None = (
+            None  # [requests] bounds of sequence lengths; None while capturing a graph
+        )
         self.without_attention = False
-        self.capturable = False  # whether metadata are updated in place, so that a CUDA graph may contain the passes
+        # whether metadata are updated in place, so that a CUDA graph may contain the
+        # passes
+        self.capturable = False
         self.kv_cache_config: Any = None
         self.batch: Any = None  # batch of the current mixed step
-        self.metadata: dict[str, Any] | None = None  # attention metadata of the current drafting passes
+        self.metadata: dict[str, Any] | None = (
+            None  # attention metadata of the current drafting passes
+        )
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Bind the KV cache and its attention groups; an engine has none while vLLM measures its memory."""
-        self.capturable = on_device(group for groups in self.speculator.attn_groups for group in groups)
-        self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
-        self.max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have reduced it to what fits
+        """Bind the KV cache and its attention groups; an engine has none while vLLM
+        measures its memory.
+        """
+        self.capturable = on_device(
+            group for groups in self.speculator.attn_groups for group in groups
+        )
+        self.kv_cache_config = kv_cache_config
+        self.block_tables = block_tables
+        self.max_model_len = (
+            self.vllm_config.model_config.max_model_len
+        )  # vLLM may have reduced it to what fits
 
-    # Between steps ---------------------------------------------------------------------------------------------------
+    # Between steps --------------------------------------------------------------------
 
     def rows(self, requests: int) -> torch.Tensor:
         """Request rows of the staged requests [requests] int64, -1 for padding."""
@@ -83,12 +111,17 @@ class FirstStackPasses:
 
     def begin_drafting(self, batch: Any, without_attention: bool) -> None:
         """A step's drafts are about to be made."""
-        self.without_attention, self.metadata = without_attention, None
+        self.without_attention = without_attention
+        self.metadata = None
         self.bounds = batch.seq_lens_cpu_upper_bound
 
     def prepare_capture(self, requests: int) -> None:
-        """Prepare the capture of a graph for a number of requests, whose blocks are vLLM's null block."""
-        self.without_attention, self.bounds, self.metadata = False, None, None
+        """Prepare the capture of a graph for a number of requests, whose blocks are
+        vLLM's null block.
+        """
+        self.without_attention = False
+        self.bounds = None
+        self.metadata = None
         self.block_tables.get_dummy_block_tables(requests)
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
@@ -101,20 +134,30 @@ class FirstStackPasses:
         slots = None
         if not self.without_attention:
             starts = self.starts[: requests + 1]
-            mappings = self.block_tables.compute_slot_mappings(inputs.writing[:requests], starts, positions, requests)
+            mappings = self.block_tables.compute_slot_mappings(
+                inputs.writing[:requests], starts, positions, requests
+            )
             slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
             self._bring_up_to_date(offset, requests, mappings)
         with (
             unseen_by_connectors(),
-            set_forward_context(self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
+            set_forward_context(
+                self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots
+            ),
         ):
             # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
             input_ids = inputs.input_ids[:requests]
-            state: CutState = self.cut.start(self.cut.stacks[0], input_ids, positions, self.cut.embeddings(input_ids))
+            state: CutState = self.cut.start(
+                self.cut.stacks[0], input_ids, positions, self.cut.embeddings(input_ids)
+            )
             return state
 
-    def _bring_up_to_date(self, offset: int, requests: int, mappings: torch.Tensor) -> None:
-        """Metadata of the next pass, made once per step unless a backend's cannot be updated in place."""
+    def _bring_up_to_date(
+        self, offset: int, requests: int, mappings: torch.Tensor
+    ) -> None:
+        """Metadata of the next pass, made once per step unless a backend's cannot be
+        updated in place.
+        """
         if self.metadata is not None and self.capturable:
             for groups in self.speculator.attn_groups:
                 for group in groups:
@@ -149,10 +192,11 @@ class FirstStackPasses:
         positions: torch.Tensor,
         prefilling: torch.Tensor,
     ) -> dict[str, Any]:
-        """Metadata of the first stack's layers; inside a CUDA graph they are computed again at every replay.
+        """Metadata of the first stack's layers; inside a CUDA graph they are computed
+        again at every replay.
 
-        So vLLM's metadata for capture are never used: some backends (Triton's) set the sequence lengths to 1 there, and
-        every replay would do so.
+        So vLLM's metadata for capture are never used: some backends (Triton's) set the
+        sequence lengths to 1 there, and every replay would do so.
         """
         return build_attn_metadata(
             attn_groups=self.speculator.attn_groups,
@@ -162,7 +206,9 @@ class FirstStackPasses:
             query_start_loc_cpu=starts_cpu,
             max_query_len=longest,
             seq_lens=seq_lens,
-            max_seq_len=self.max_model_len if bounds is None else int(bounds.numpy().max()),
+            max_seq_len=self.max_model_len
+            if bounds is None
+            else int(bounds.numpy().max()),
             block_tables=tables,
             slot_mappings=slots,
             kv_cache_config=self.kv_cache_config,
@@ -171,14 +217,18 @@ class FirstStackPasses:
             is_prefilling=prefilling,
         )
 
-    # Within a step ---------------------------------------------------------------------------------------------------
+    # Within a step --------------------------------------------------------------------
 
     def begin_step(self, batch: Any) -> None:
         """Prepare a mixed step."""
         self.batch = batch
 
     def of_requests(
-        self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
+        self,
+        requests: np.ndarray,
+        index: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
     ) -> CutState:
         """The first stack over every token of some requests.
 
@@ -190,7 +240,8 @@ class FirstStackPasses:
         Returns:
             States, [tokens, hidden].
         """
-        batch, self.batch = self.batch, None
+        batch = self.batch
+        self.batch = None
         lengths = batch.num_scheduled_tokens[requests]
         starts = np.zeros(len(requests) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
@@ -203,12 +254,19 @@ class FirstStackPasses:
             int(lengths.max()),
             batch.seq_lens.index_select(0, places),
             batch.seq_lens_cpu_upper_bound[requests],
-            [table.index_select(0, places) for table in self.block_tables.input_block_tables],
+            [
+                table.index_select(0, places)
+                for table in self.block_tables.input_block_tables
+            ],
             mappings,
             token_positions,
             torch.from_numpy(batch.is_prefilling_np[requests]),
         )
         slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
-        with set_forward_context(metadata, self.vllm_config, num_tokens=len(index), slot_mapping=slots):
-            state: CutState = self.cut.stacks[0](input_ids.index_select(0, index), token_positions)
+        with set_forward_context(
+            metadata, self.vllm_config, num_tokens=len(index), slot_mapping=slots
+        ):
+            state: CutState = self.cut.stacks[0](
+                input_ids.index_select(0, index), token_positions
+            )
         return state

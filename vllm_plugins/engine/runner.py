@@ -3,14 +3,19 @@
 
 Overrides, each of which calls vLLM's:
 
-    __init__          init_speculator and RequestState, globals of vLLM's module, are ours for that moment
-    load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
-    initialize_kv_cache   a speculator may run graphs of its own in place of the target's
+    __init__          init_speculator and RequestState, globals of vLLM's module, are
+                      ours for that moment
+    load_model        RejectionSampler, a global of vLLM's module, is ours for that
+                      moment
+    initialize_kv_cache   a speculator may run graphs of its own in place of the
+                          target's
     add_requests      reads a request's options for drafting
     execute_model     ends the speculator's step, also after an exception
-    sample_tokens     our counters travel with the step's output; a step without drafts is vLLM's own
+    sample_tokens     our counters travel with the step's output; a step without drafts
+                      is vLLM's own
     take_draft_token_ids  none after such a step
-    prepare_inputs    begins the speculator's step from the schedule, before the target runs
+    prepare_inputs    begins the speculator's step from the schedule, before the target
+                      runs
 
 and those of engine/weight_updates.py.
 """
@@ -41,12 +46,19 @@ class DraftingRunnerMixin(UpdatedRunner):
     num_speculative_steps: int
     sample: Any
     _drafted = True  # whether the latest step made drafts
-    _logits: np.ndarray | None = None  # rows of logits of each request of the step that is being prepared
+    _logits: np.ndarray | None = (
+        None  # rows of logits of each request of the step that is being prepared
+    )
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        config, stock = required_config(vllm_config, self), model_runner.RequestState
+        config = required_config(vllm_config, self)
+        stock = model_runner.RequestState
         assert config.spec.speculator is not None
-        dense = {} if config.prompt_lookup_min is None else {"use_dense_all_token_ids": True}  # as vLLM's own lookups
+        dense = (
+            {}
+            if config.prompt_lookup_min is None
+            else {"use_dense_all_token_ids": True}
+        )  # as vLLM's own lookups
         with temporarily(
             model_runner,
             init_speculator=resolve_name(config.spec.speculator),
@@ -55,7 +67,10 @@ class DraftingRunnerMixin(UpdatedRunner):
             super().__init__(vllm_config, device)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with temporarily(model_runner, RejectionSampler=functools.partial(Verification, self.speculator)):
+        with temporarily(
+            model_runner,
+            RejectionSampler=functools.partial(Verification, self.speculator),
+        ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.speculator.bind(self)
 
@@ -65,12 +80,16 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(self.cudagraph_manager.run_fullgraph)
+        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(
+            self.cudagraph_manager.run_fullgraph
+        )
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
-            self.speculator.add_request(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+            self.speculator.add_request(
+                self.req_states.req_id_to_index[new.req_id], new.sampling_params
+            )
         if scheduler_output.scheduled_new_reqs:
             self.speculator.options.apply()
 
@@ -80,9 +99,14 @@ class DraftingRunnerMixin(UpdatedRunner):
         self._logits = np.diff(batch.cu_num_logits_np)
         return batch
 
-    def _set_active_loras(self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any) -> None:
-        """Set the adapter of each row of logits. vLLM sets one a request, but a request has a row for each draft."""
-        logits, self._logits = self._logits, None
+    def _set_active_loras(
+        self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the adapter of each row of logits. vLLM sets one a request, but a request
+        has a row for each draft.
+        """
+        logits = self._logits
+        self._logits = None
         if logits is not None:  # not a dummy step
             prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, logits))
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
@@ -108,7 +132,8 @@ class DraftingRunnerMixin(UpdatedRunner):
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
         self._drafted = False
-        speculator, stock = self.speculator, self.sample
+        speculator = self.speculator
+        stock = self.sample
 
         def sample(*arguments: Any) -> Any:
             with temporarily(self, speculator=speculator):

@@ -5,8 +5,9 @@
     draft   DraftInputs -> Drafts, then draft IDs on the device: one CUDA graph
     verify  in the next step, by the tokens that the target draws (verification.py)
 
-Every request of a step gets K draft IDs, as vLLM schedules one number for a batch; drafts that a request must not use
-are rejected during verification. Nothing waits for the device.
+Every request of a step gets K draft IDs, as vLLM schedules one number for a batch;
+drafts that a request must not use are rejected during verification. Nothing waits for
+the device.
 """
 
 import copy
@@ -19,7 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    CudaGraphManager,
+)
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ppd.kernels.staging import StepEnd
@@ -28,7 +32,12 @@ from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts, FirstStack, LookedUp
 from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.staging import RequestOptions, Setting, Staging, batch_sizes
+from vllm_ppd.vllm_plugins.engine.staging import (
+    RequestOptions,
+    Setting,
+    Staging,
+    batch_sizes,
+)
 from vllm_ppd.vllm_plugins.engine.target import Target
 from vllm_ppd.vllm_plugins.engine.unverified import UnverifiedDrafts
 
@@ -38,8 +47,8 @@ logger = logging.getLogger("vllm.vllm_ppd")
 class Speculator(DraftModelSpeculator):
     """Drives a drafter over permanent request rows.
 
-    Row -1 is one more, to which the padding of CUDA graphs writes. It is a DraftModelSpeculator, since vLLM calls
-    load_model for such only.
+    Row -1 is one more, to which the padding of CUDA graphs writes. It is a
+    DraftModelSpeculator, since vLLM calls load_model for such only.
     """
 
     drafter: Drafter
@@ -53,36 +62,53 @@ class Speculator(DraftModelSpeculator):
         self.req_states = req_states
         drafts = self.num_speculative_steps
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self.options = RequestOptions(self.max_num_reqs, drafts, vocab_size, device, self.config.verify)
+        self.options = RequestOptions(
+            self.max_num_reqs, drafts, vocab_size, device, self.config.verify
+        )
         self.counters = Counters()
-        # Whether drafts of sampling requests are drawn, with the target's own random numbers; else each is the best.
-        self.sampled = self.config.draft_sample_method == "probabilistic" or not self.config.verify
-        self.draft_tokens = torch.zeros(self.max_num_reqs, drafts, dtype=torch.int64, device=device)
+        # Whether drafts of sampling requests are drawn, with the target's own random
+        # numbers; else each is the best.
+        self.sampled = (
+            self.config.draft_sample_method == "probabilistic" or not self.config.verify
+        )
+        self.draft_tokens = torch.zeros(
+            self.max_num_reqs, drafts, dtype=torch.int64, device=device
+        )
         self.lookup: Lookup | None = None
         if (shortest := self.config.prompt_lookup_min) is not None:
-            self.lookup = Lookup(shortest, self.max_num_reqs, drafts, req_states, device)
+            self.lookup = Lookup(
+                shortest, self.max_num_reqs, drafts, req_states, device
+            )
         self.unverified: UnverifiedDrafts | None = None
         if not self.config.verify:
             self.unverified = UnverifiedDrafts(self.max_num_reqs, device)
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
-        self.graphs: CudaGraphManager | None = None  # vLLM reads such attributes to measure their memory
+        self.graphs: CudaGraphManager | None = (
+            None  # vLLM reads such attributes to measure their memory
+        )
         self.sampled_graphs: CudaGraphManager | None = None
 
-    # Start -----------------------------------------------------------------------------------------------------------
+    # Start ----------------------------------------------------------------------------
 
-    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the drafter for the loaded target and allocate everything, before vLLM measures the memory left.
+    def load_draft_model(
+        self, target_model: Any, target_attn_layer_names: set[str]
+    ) -> Any:
+        """Load the drafter for the loaded target and allocate everything, before vLLM
+        measures the memory left.
 
         Returns:
-            None. vLLM registers a draft model for EPLB, sends a trainer's weights to it, and saves it before it sleeps.
-            It must not do so with the target a second time.
+            None. vLLM registers a draft model for EPLB, sends a trainer's weights to
+            it, and saves it before it sleeps. It must not do so with the target a
+            second time.
         """
         self.target = Target(target_model, self.vllm_config, self.device)
         self.drafter = resolve_name(self.config.spec.drafter)()
         self.drafter.load(self.config, self.target)
         reads_eps_b = "eps_b" in self.config.spec.request_options
-        self.staging = Staging(self.max_num_reqs, self.target, self.drafter, self.options, reads_eps_b)
+        self.staging = Staging(
+            self.max_num_reqs, self.target, self.drafter, self.options, reads_eps_b
+        )
         # In place of an INVALID draft: a token of the draft vocabulary.
         vocabulary = self.drafter.vocabulary
         self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
@@ -100,21 +126,25 @@ class Speculator(DraftModelSpeculator):
         self.runner = runner
 
     def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], Any]) -> None:
-        """Draft for padding at some batch sizes, sampled and greedily, to allocate memory and compile kernels.
+        """Draft for padding at some batch sizes, sampled and greedily, to allocate
+        memory and compile kernels.
 
         Args:
             sizes: requests.
             draft: of (requests, sampled).
         """
         on_gpu = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():  # must not influence samples
+        with (
+            torch.random.fork_rng(devices=on_gpu),
+            torch.inference_mode(),
+        ):  # must not influence samples
             self.staging.stage_nobody()
             for requests in sizes:
                 if self.sampled:
                     draft(requests, True)
                 draft(requests, False)
 
-    # CUDA graphs -----------------------------------------------------------------------------------------------------
+    # CUDA graphs ----------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -122,13 +152,20 @@ class Speculator(DraftModelSpeculator):
         config = self._config_of_graphs()
         self.graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
         if self.sampled:
-            self.sampled_graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
+            self.sampled_graphs = CudaGraphManager(
+                config, self.device, mode, decode_query_len=1
+            )
         wanted = self.vllm_config.compilation_config.cudagraph_mode
         if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
-            logger.info("vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s", wanted.name)
+            logger.info(
+                "vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s",
+                wanted.name,
+            )
 
     def _config_of_graphs(self) -> Any:
-        """vLLM's configuration for graphs of drafts, up to the largest batch whose verification has a graph."""
+        """vLLM's configuration for graphs of drafts, up to the largest batch whose
+        verification has a graph.
+        """
         config = copy.copy(self.vllm_config)
         sizes = config.compilation_config.cudagraph_capture_sizes
         if sizes:
@@ -139,18 +176,26 @@ class Speculator(DraftModelSpeculator):
 
     def capture(self) -> None:
         if self.graphs is not None and self.graphs.needs_capture():
-            self.graphs.capture(self._captured(sampled=False), "Capturing greedy drafts")
+            self.graphs.capture(
+                self._captured(sampled=False), "Capturing greedy drafts"
+            )
             self._log_batches_without_graphs(self.graphs)
         if self.sampled_graphs is not None and self.sampled_graphs.needs_capture():
-            self.sampled_graphs.capture(self._captured(sampled=True), "Capturing sampled drafts")
+            self.sampled_graphs.capture(
+                self._captured(sampled=True), "Capturing sampled drafts"
+            )
 
     def _log_batches_without_graphs(self, manager: CudaGraphManager) -> None:
         sizes = range(1, self.max_num_reqs + 1)
-        eager = [size for size in sizes if manager.dispatch(size, size, 1, 0).cg_mode != CUDAGraphMode.FULL]
+        eager = [
+            size
+            for size in sizes
+            if manager.dispatch(size, size, 1, 0).cg_mode != CUDAGraphMode.FULL
+        ]
         if eager:
             logger.info(
-                "vllm-ppd: drafts of %d to %d requests run without CUDA graphs; raise cudagraph_capture_sizes if such "
-                "batches are common",
+                "vllm-ppd: drafts of %d to %d requests run without CUDA graphs; "
+                "raise cudagraph_capture_sizes if such batches are common",
                 eager[0],
                 eager[-1],
             )
@@ -163,8 +208,12 @@ class Speculator(DraftModelSpeculator):
         """Prepare the capture of a graph for a number of requests."""
         self.staging.stage_nobody()
 
-    def _captured(self, sampled: bool) -> Callable[..., Callable[[CUDAGraphMode], None]]:
-        def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
+    def _captured(
+        self, sampled: bool
+    ) -> Callable[..., Callable[[CUDAGraphMode], None]]:
+        def create(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> Callable[[CUDAGraphMode], None]:
             self.prepare_capture(desc.num_tokens)
 
             def draft(mode: CUDAGraphMode) -> None:
@@ -174,7 +223,7 @@ class Speculator(DraftModelSpeculator):
 
         return create
 
-    # A step ----------------------------------------------------------------------------------------------------------
+    # A step ---------------------------------------------------------------------------
 
     def add_request(self, row: int, params: Any) -> None:
         """A request was given a row: it is new, or resumed after preemption."""
@@ -210,7 +259,8 @@ class Speculator(DraftModelSpeculator):
         started = time.perf_counter()
         requests: int = input_batch.num_reqs
         if is_profile:
-            # A dummy run uses the memory of every code path; the first compiles the kernels of every batch size.
+            # A dummy run uses the memory of every code path; the first compiles the
+            # kernels of every batch size.
             self.warm_up(batch_sizes(requests), self._draft)
         elif dummy_run:
             self.warm_up([requests], self._run)
@@ -234,7 +284,9 @@ class Speculator(DraftModelSpeculator):
         return self.sampled and not self.options.is_greedy[rows].all()
 
     def _run(self, requests: int, sampled: bool, end: StepEnd | None = None) -> None:
-        """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one has its size."""
+        """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one
+        has its size.
+        """
         manager = self.sampled_graphs if sampled else self.graphs
         graph = None
         if manager is not None:
@@ -254,18 +306,25 @@ class Speculator(DraftModelSpeculator):
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Stage the latest tokens, newest first, -1 for missing ones."""
         states = self.req_states
-        at = states.total_len.gpu[rows].long()[:, None] - 1 - torch.arange(out.shape[1], device=out.device)
+        at = (
+            states.total_len.gpu[rows].long()[:, None]
+            - 1
+            - torch.arange(out.shape[1], device=out.device)
+        )
         tokens = states.all_token_ids.gpu[rows[:, None], at.clamp(min=0)].long()
         out.copy_(torch.where(at < 0, -1, tokens))
 
     def _draft(self, requests: int, sampled: bool) -> None:
-        """Draft for the staged requests, and leave the tokens that the next step embeds and verifies on the device.
+        """Draft for the staged requests, and leave the tokens that the next step embeds
+        and verifies on the device.
 
         Part of a CUDA graph.
         """
         rows = self.staging.rows[:requests]
         looked_up = None if self.lookup is None else self.lookup.find(rows)
-        inputs = self.staging.inputs(requests, sampled, self.num_speculative_steps, looked_up)
+        inputs = self.staging.inputs(
+            requests, sampled, self.num_speculative_steps, looked_up
+        )
         drafts = self.drafter.propose(inputs, self.first_stack)
         max_drafts = self.staging.setting(Setting.MAX_DRAFTS, requests).long()
         self._count_invalid(drafts, rows, max_drafts)
@@ -273,7 +332,9 @@ class Speculator(DraftModelSpeculator):
         if self.unverified is not None:
             self.unverified.store(rows, drafts, max_drafts)
 
-    def _count_invalid(self, drafts: Drafts, rows: torch.Tensor, max_drafts: torch.Tensor) -> None:
+    def _count_invalid(
+        self, drafts: Drafts, rows: torch.Tensor, max_drafts: torch.Tensor
+    ) -> None:
         """Count the requests with an INVALID draft among those that they may use."""
         usable = max_drafts.clamp(max=drafts.token_ids.shape[1])
         if drafts.counts is not None:
@@ -282,14 +343,18 @@ class Speculator(DraftModelSpeculator):
         self._invalid.value += ((rows >= 0) & (valid < usable)).sum()
 
     def _keep(self, drafts: Drafts, looked_up: LookedUp | None) -> None:
-        """Write the draft tokens; vLLM embeds and verifies each of them, so an INVALID one becomes a token that is."""
+        """Write the draft tokens; vLLM embeds and verifies each of them, so an INVALID
+        one becomes a token that is.
+        """
         token_ids = torch.where(drafts.token_ids < 0, self._stand_in, drafts.token_ids)
         tokens = self.draft_tokens[: len(token_ids)]
         tokens[:, : token_ids.shape[1]] = token_ids
         if looked_up is not None:
-            torch.where(looked_up.matched[:, None], looked_up.token_ids, tokens, out=tokens)
+            torch.where(
+                looked_up.matched[:, None], looked_up.token_ids, tokens, out=tokens
+            )
 
-    # After a step ----------------------------------------------------------------------------------------------------
+    # After a step ---------------------------------------------------------------------
 
     def take_counts(self) -> None:
         """Add the device's counts to ours."""
@@ -298,21 +363,26 @@ class Speculator(DraftModelSpeculator):
         if invalid and not self._warned_invalid:
             self._warned_invalid = True
             logger.warning(
-                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are damaged, or made for another "
-                "model; train or copy them again, see ppd inspect. Further cases are only counted (ppd:invalid_drafts)"
+                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are "
+                "damaged, or made for another model; train or copy them again, see "
+                "ppd inspect. Further cases are only counted (ppd:invalid_drafts)"
             )
         if self.unverified is not None:
             self.counters.add("unverified_tokens", self.unverified.emitted.take())
 
     def unusable(self, batch: Any) -> torch.Tensor | None:
-        """Which of the step's logits belong to drafts that their request must not use: [logits] bool; None: none.
+        """Which of the step's logits belong to drafts that their request must not use:
+        [logits] bool; None: none.
 
-        Only requests that opted out must not use theirs. Drafts that the method does not propose are verified, too, as
-        vLLM schedules one number for a batch, and accepted if they are right.
+        Only requests that opted out must not use theirs. Drafts that the method does
+        not propose are verified, too, as vLLM schedules one number for a batch, and
+        accepted if they are right.
         """
         if self.unverified is not None:
             return self.unverified.beyond(batch)
         if self.options.drafting[batch.idx_mapping_np].all():
             return None
-        max_drafts = self.options.on_device[batch.expanded_idx_mapping, Setting.MAX_DRAFTS]
+        max_drafts = self.options.on_device[
+            batch.expanded_idx_mapping, Setting.MAX_DRAFTS
+        ]
         return (max_drafts == 0) & (batch.expanded_local_pos > 0)

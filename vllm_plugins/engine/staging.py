@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's inputs for a step, in fixed buffers that CUDA graphs read, and the requests' options by row."""
+"""The drafter's inputs for a step, in fixed buffers that CUDA graphs read, and the
+requests' options by row.
+"""
 
 from collections.abc import Iterator
 from enum import IntEnum
@@ -12,7 +14,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
-from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, needs_single_tokens
+from vllm_ppd.vllm_plugins.config.request_options import (
+    back_off_threshold,
+    drafting_allowed,
+    needs_single_tokens,
+)
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.target import Target
 
@@ -31,11 +37,13 @@ class RequestOptions:
     """Options of every request row, as arrays on the host and as a table on the device.
 
     Args:
-        rows: request rows of the runner. The device has one more, row -1, which the padding of CUDA graphs reads.
+        rows: request rows of the runner. The device has one more, row -1, which the
+            padding of CUDA graphs reads.
         num_drafts: K.
         vocab_size: of the target.
         device: on which drafts are made.
-        verified: whether drafts are verified; if not, requests that need one token at a time have none.
+        verified: whether drafts are verified; if not, requests that need one token at a
+            time have none.
     """
 
     def __init__(
@@ -46,11 +54,13 @@ class RequestOptions:
         device: torch.device,
         verified: bool = True,
     ) -> None:
-        self.num_drafts, self.vocab_size = num_drafts, vocab_size
+        self.num_drafts = num_drafts
+        self.vocab_size = vocab_size
         self.verified = verified
         self.drafting = np.zeros(rows, dtype=bool)  # False if the request has no drafts
         self.is_greedy = np.zeros(rows, dtype=bool)
-        # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no threshold.
+        # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no
+        # threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
 
@@ -63,10 +73,16 @@ class RequestOptions:
         """
         extra = getattr(params, "extra_args", None)
         threshold = back_off_threshold(extra)
-        self.drafting[row] = drafting_allowed(extra) and (self.verified or not needs_single_tokens(params))
+        self.drafting[row] = drafting_allowed(extra) and (
+            self.verified or not needs_single_tokens(params)
+        )
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
         temperature = 0.0 if self.is_greedy[row] else params.temperature
-        top_k = self.vocab_size if params is None or not 0 < params.top_k < self.vocab_size else params.top_k
+        top_k = (
+            self.vocab_size
+            if params is None or not 0 < params.top_k < self.vocab_size
+            else params.top_k
+        )
         self.settings[row] = (
             self.num_drafts if self.drafting[row] else 0,
             temperature,
@@ -76,12 +92,16 @@ class RequestOptions:
         )
 
     def apply(self) -> None:
-        """Copy added options to the device in stream order, so that steps in flight read those they began with."""
+        """Copy added options to the device in stream order, so that steps in flight
+        read those they began with.
+        """
         async_tensor_h2d(self.settings, out=self.on_device[:-1])
 
 
 def batch_sizes(most: int) -> Iterator[int]:
-    """Batch sizes to warm up, largest first, which takes the most memory; kernels differ by powers of two."""
+    """Batch sizes to warm up, largest first, which takes the most memory; kernels
+    differ by powers of two.
+    """
     yield most
     size = 1 << (most - 1).bit_length() >> 1
     while size:
@@ -100,7 +120,12 @@ class Staging:
     """
 
     def __init__(
-        self, requests: int, target: Target, drafter: Drafter, options: RequestOptions, reads_eps_b: bool
+        self,
+        requests: int,
+        target: Target,
+        drafter: Drafter,
+        options: RequestOptions,
+        reads_eps_b: bool,
     ) -> None:
         self.options = options
         self.reads_eps_b = reads_eps_b
@@ -112,7 +137,9 @@ class Staging:
             newest_ids=torch.zeros_like(self.rows),
             places=torch.zeros_like(self.rows),
             positions=self.positions,
-            hidden=torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device),
+            hidden=torch.zeros(
+                requests, target.hidden_size, dtype=target.dtype, device=device
+            ),
             settings=torch.zeros(options.on_device.shape[1], requests, device=device),
             seeds=torch.zeros_like(self.rows),
         )
@@ -133,14 +160,22 @@ class Staging:
         settings[Setting.EPS_B] = torch.nan
 
     def stage(self, end: StepEnd, padded: int) -> None:
-        """Stage a verified step, and mark the padding after its requests, in one launch on a GPU."""
+        """Stage a verified step, and mark the padding after its requests, in one launch
+        on a GPU.
+        """
         chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
 
     def setting(self, column: Setting, requests: int) -> torch.Tensor:
         """A setting of the first staged requests: [requests] float32."""
         return self.staged.settings[column, :requests]
 
-    def inputs(self, requests: int, sampled: bool, num_drafts: int, looked_up: LookedUp | None = None) -> DraftInputs:
+    def inputs(
+        self,
+        requests: int,
+        sampled: bool,
+        num_drafts: int,
+        looked_up: LookedUp | None = None,
+    ) -> DraftInputs:
         """The drafter's inputs for the first staged requests.
 
         Args:
@@ -163,7 +198,9 @@ class Staging:
             places=self.staged.places[:requests],
             num_drafts=num_drafts,
             sampling=sampling,
-            options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
+            options={"eps_b": self.setting(Setting.EPS_B, requests)}
+            if self.reads_eps_b
+            else {},
             context=None if self.context is None else self.context[:requests],
             looked_up=looked_up,
         )

@@ -30,8 +30,14 @@ from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-NOT_STEPS = {"adaptive", "step_costs", "heads_summary"}  # options that do not change steps
-TimeSteps = Callable[[int, Sequence[int]], list[float]]  # (requests, counts of drafts) -> seconds of a step with each
+NOT_STEPS = {
+    "adaptive",
+    "step_costs",
+    "heads_summary",
+}  # options that do not change steps
+TimeSteps = Callable[
+    [int, Sequence[int]], list[float]
+]  # (requests, counts of drafts) -> seconds of a step with each
 
 
 def costs_of_engine(
@@ -42,7 +48,8 @@ def costs_of_engine(
     counts: list[int],
     time_steps: TimeSteps,
 ) -> MeasuredCosts | None:
-    """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they cannot be measured.
+    """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they
+    cannot be measured.
 
     Args:
         config: our options.
@@ -54,27 +61,36 @@ def costs_of_engine(
     """
     group = get_tp_group()
     path = cache_file(config, vllm_config)
-    cached = group.broadcast_object(load(path) if config.step_costs == "cached" and group.is_first_rank else None)
+    cached = group.broadcast_object(
+        load(path) if config.step_costs == "cached" and group.is_first_rank else None
+    )
     if cached is not None:
         logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached.method))
         return cached
     started = time.perf_counter()
     if largest < 1:
         logger.warning(
-            "vllm-ppd: step costs cannot be measured with so few KV blocks or such a short --max-model-len; every step "
-            "drafts, as with adaptive: false"
+            "vllm-ppd: step costs cannot be measured with so few KV blocks or such a "
+            "short --max-model-len; every step drafts, as with adaptive: false"
         )
         return None
-    largest = min(largest, config.disable_by_batch_size or largest)  # larger batches do not draft
-    # A connector would need the scheduler's metadata of dummy requests. Sampled output must not depend on whether steps
-    # were measured; the runner draws seeds with NumPy.
+    largest = min(
+        largest, config.disable_by_batch_size or largest
+    )  # larger batches do not draft
+    # A connector would need the scheduler's metadata of dummy requests. Sampled output
+    # must not depend on whether steps were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         table = measure_table(time_steps, largest, counts, group.broadcast_object)
     np.random.set_state(random)  # noqa: NPY002
     costs = MeasuredCosts(method=table)
     seconds = time.perf_counter() - started
-    logger.info("vllm-ppd: step costs measured in %.1f s, for %s: %s", seconds, path, summary(costs.method))
+    logger.info(
+        "vllm-ppd: step costs measured in %.1f s, for %s: %s",
+        seconds,
+        path,
+        summary(costs.method),
+    )
     if group.is_first_rank:
         save(costs, path)
     return costs
@@ -87,7 +103,11 @@ def load(path: Path) -> MeasuredCosts | None:
     except (OSError, ValidationError):
         return None
     if reason := costs.method.implausible():
-        logger.info("vllm-ppd: measuring step costs of %s again, as they are implausible: %s", path, reason)
+        logger.info(
+            "vllm-ppd: measuring step costs of %s again, as they are implausible: %s",
+            path,
+            reason,
+        )
         return None
     return costs
 
@@ -96,24 +116,34 @@ def save(costs: MeasuredCosts, path: Path) -> None:
     """Write the costs to a file for later starts, unless the machine was busy."""
     if reason := costs.method.implausible():
         logger.warning(
-            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start only; "
-            "start with --ppd-step-costs measure when it is idle",
+            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and "
+            "are used for this start only; start with --ppd-step-costs measure when "
+            "it is idle",
             reason,
         )
         return
     try:
         costs.save(path)
     except OSError as error:
-        logger.warning("vllm-ppd: cannot save step costs for the next start (%s)", error)
+        logger.warning(
+            "vllm-ppd: cannot save step costs for the next start (%s)", error
+        )
 
 
 def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
-    """The file in vLLM's caches for a model, a machine, and the engine's settings that affect a step."""
+    """The file in vLLM's caches for a model, a machine, and the engine's settings that
+    affect a step.
+    """
     options = config.model_dump(exclude=NOT_STEPS)
-    scheduler, device = vllm_config.scheduler_config, vllm_config.device_config.device_type
-    without_ours = copy.copy(vllm_config)  # all of our options, NOT_STEPS included, are hashed there
+    scheduler = vllm_config.scheduler_config
+    device = vllm_config.device_config.device_type
+    without_ours = copy.copy(
+        vllm_config
+    )  # all of our options, NOT_STEPS included, are hashed there
     without_ours.additional_config = {
-        key: value for key, value in vllm_config.additional_config.items() if key != CONFIG_KEY
+        key: value
+        for key, value in vllm_config.additional_config.items()
+        if key != CONFIG_KEY
     }
     name = torch.cuda.get_device_name() if device == "cuda" else processor()
     settings = [
@@ -125,14 +155,19 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
         name,
         torch.get_num_threads(),
         torch.__version__,
-        importlib.metadata.version("vllm-ppd"),  # another version may have faster kernels
+        importlib.metadata.version(
+            "vllm-ppd"
+        ),  # another version may have faster kernels
     ]
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        json.dumps(settings, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_ppd_step_costs" / f"{key}.json"
 
 
 def heads_content(folder: str | None) -> dict[str, str]:
-    """Digests of the files that define heads in a folder, which may be trained again in place.
+    """Digests of the files that define heads in a folder, which may be trained again in
+    place.
 
     The name of heads on the Hub has a commit, so it needs no digest.
     """
@@ -146,7 +181,8 @@ def summary(table: CostTable) -> str:
     """A summary such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`."""
     most = table.counts[-1]
     parts = [
-        f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts {row[-1] / row[0] - 1:+.0%}"
+        f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts "
+        f"{row[-1] / row[0] - 1:+.0%}"
         for size, row in zip(table.sizes, table.seconds, strict=True)
     ]
     return "; ".join(parts)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loaded target for drafters: its LM head, draft vocabularies, further matrices, and its cuts."""
+"""The loaded target for drafters: its LM head, draft vocabularies, further matrices,
+and its cuts.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,25 @@ if TYPE_CHECKING:
 class PackedLinear:
     """y = W x, W [out, in] in the target's dtype, whole on every rank."""
 
-    def __init__(self, weight: torch.Tensor, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, weight: torch.Tensor, vllm_config: Any, device: torch.device
+    ) -> None:
         self.rows = len(weight)
-        self.vllm_config, self.device = vllm_config, device
+        self.vllm_config = vllm_config
+        self.device = device
         self.layer = self._packed(weight)
 
     def _packed(self, weight: torch.Tensor) -> ReplicatedLinear:
         model_config = self.vllm_config.model_config
         rows, columns = weight.shape
         with set_current_vllm_config(self.vllm_config), self.device:
-            layer = ReplicatedLinear(columns, rows, bias=False, params_dtype=model_config.dtype, quant_config=None)
+            layer = ReplicatedLinear(
+                columns,
+                rows,
+                bias=False,
+                params_dtype=model_config.dtype,
+                quant_config=None,
+            )
         layer.weight.data.copy_(weight)
         process_weights_after_loading(layer, model_config, self.device)
         return layer
@@ -63,7 +74,9 @@ class PackedLinear:
 
 
 class LMHead(ABC):
-    """An LM head for any states; each rank holds a shard of the vocabulary, padded to shard_size."""
+    """An LM head for any states; each rank holds a shard of the vocabulary, padded to
+    shard_size.
+    """
 
     tp_size: int
     vocab_size: int
@@ -97,7 +110,9 @@ def without_adapters(layer: Any) -> Any:
 
 
 class TargetLMHead(LMHead):
-    """Logits as in vLLM's own step, but without LoRA adapters, which vLLM sets only for the rows of its step."""
+    """Logits as in vLLM's own step, but without LoRA adapters, which vLLM sets only for
+    the rows of its step.
+    """
 
     def __init__(self, model: Any) -> None:
         self.lm_head: Any = without_adapters(model.lm_head)
@@ -110,7 +125,9 @@ class TargetLMHead(LMHead):
         self.shard_size = int(self.lm_head.num_embeddings_per_partition)
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
-        return self.logits_processor(self.lm_head, hidden, self.bias, skip_gather=not gather)
+        return self.logits_processor(
+            self.lm_head, hidden, self.bias, skip_gather=not gather
+        )
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -123,11 +140,14 @@ class TargetLMHead(LMHead):
         """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
 
         Raises:
-            ValueError: if the model caps its logits, which are then no product of a matrix.
+            ValueError: if the model caps its logits, which are then no product of a
+                matrix.
         """
         return self._read(True, token_ids, vllm_config, device)
 
-    def shard_of_rank(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def shard_of_rank(
+        self, vllm_config: Any, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
 
         Raises:
@@ -143,18 +163,25 @@ class TargetLMHead(LMHead):
         device: torch.device,
         chunk: int = 256,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of some tokens and their bias, read as products, as the LM head may be packed, sharded or quantised.
+        """Rows of some tokens and their bias, read as products, as the LM head may be
+        packed, sharded or quantised.
 
-        Rows are products with unit vectors. These have no bias: a bias would round them, and subtracting it again would
-        not restore them.
+        Rows are products with unit vectors. These have no bias: a bias would round
+        them, and subtracting it again would not restore them.
         """
         if self.logits_processor.soft_cap:
-            raise ValueError("this model caps its logits, so a part of its LM head cannot be read separately")
-        hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
+            raise ValueError(
+                "this model caps its logits, so a part of its LM head cannot be read "
+                "separately"
+            )
+        hidden_size = vllm_config.model_config.hf_text_config.hidden_size
+        dtype = vllm_config.model_config.dtype
         units = torch.eye(hidden_size, dtype=dtype, device=device)
         columns = []
         for part in units.split(chunk):
-            product = self.logits_processor(self.lm_head, part, None, skip_gather=not gather)
+            product = self.logits_processor(
+                self.lm_head, part, None, skip_gather=not gather
+            )
             columns.append(product[:, which].to(dtype))
         bias = self.logits(torch.zeros_like(units[:1]), gather)[0, which]
         return torch.cat(columns).t().contiguous(), bias.to(dtype)
@@ -171,12 +198,18 @@ class CopiedLMHead(LMHead):
     """
 
     def __init__(
-        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int], vllm_config: Any, device: torch.device
+        self,
+        shard: torch.Tensor,
+        bias: torch.Tensor,
+        place: list[int],
+        vllm_config: Any,
+        device: torch.device,
     ) -> None:
         self.vocab_size, self.vocab_start, self.num_valid = place
         self.shard_size = len(shard)
         self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
-        self.unembedding, self.bias = PackedLinear(shard, vllm_config, device), bias
+        self.unembedding = PackedLinear(shard, vllm_config, device)
+        self.bias = bias
 
     def load(self, shard: torch.Tensor, bias: torch.Tensor) -> None:
         """Replace the shard and its bias by others of their shapes."""
@@ -189,7 +222,8 @@ class CopiedLMHead(LMHead):
 
 
 class DraftVocabulary:
-    """The draft vocabulary's tokens, and their rows of the target's LM head, whole on every rank.
+    """The draft vocabulary's tokens, and their rows of the target's LM head, whole on
+    every rank.
 
     Args:
         counts: [vocabulary] how often each token occurs in the heads' training data.
@@ -198,11 +232,18 @@ class DraftVocabulary:
         reads_lm_head: false for heads with their own LM heads.
     """
 
-    def __init__(self, counts: torch.Tensor, size: int, target: Target, reads_lm_head: bool = True) -> None:
+    def __init__(
+        self,
+        counts: torch.Tensor,
+        size: int,
+        target: Target,
+        reads_lm_head: bool = True,
+    ) -> None:
         self.token_ids = most_frequent(counts, size).to(target.device)
         self._ids = torch.cat([self.token_ids, self.token_ids.new_tensor([INVALID])])
         self.place_of = columns(self.token_ids, len(counts))
-        self.target, self.reads_lm_head = target, reads_lm_head
+        self.target = target
+        self.reads_lm_head = reads_lm_head
         if reads_lm_head:
             rows, self.bias = target.lm_head_rows(self.token_ids)
             self.linear = target.linear(rows)
@@ -216,13 +257,24 @@ class DraftVocabulary:
 
     @classmethod
     def of(
-        cls, config: DraftingConfig, heads: Any, tensors: dict[str, torch.Tensor], target: Target,
+        cls,
+        config: DraftingConfig,
+        heads: Any,
+        tensors: dict[str, torch.Tensor],
+        target: Target,
         reads_lm_head: bool = True,
-    ) -> DraftVocabulary | None:  # fmt: skip
-        """The draft vocabulary of the options, from the heads' token counts; None for the whole vocabulary."""
+    ) -> DraftVocabulary | None:
+        """The draft vocabulary of the options, from the heads' token counts; None for
+        the whole vocabulary.
+        """
         if config.draft_vocab_size is None:
             return None
-        return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target, reads_lm_head)
+        return cls(
+            tensors[str(heads.counts_tensor)],
+            config.draft_vocab_size,
+            target,
+            reads_lm_head,
+        )
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:
         """Token IDs of entries; INVALID ones stay."""
@@ -235,7 +287,9 @@ class DraftVocabulary:
 
 def language_model(model: Any) -> Any:
     """The causal LM within a model that vLLM loaded."""
-    return model.get_language_model() if isinstance(model, SupportsMultiModal) else model
+    return (
+        model.get_language_model() if isinstance(model, SupportsMultiModal) else model
+    )
 
 
 class Target:
@@ -250,17 +304,25 @@ class Target:
     cut: ModelCut
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        self.model, self.vllm_config, self.device = language_model(model), vllm_config, device
+        self.model = language_model(model)
+        self.vllm_config = vllm_config
+        self.device = device
         self.is_multimodal = self.model is not model
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.lm_head = TargetLMHead(self.model)
-        self._adapted = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbeddingWithLoRA)]
+        self._adapted = [
+            layer
+            for layer in self.model.modules()
+            if isinstance(layer, VocabParallelEmbeddingWithLoRA)
+        ]
 
     def linear(self, weight: torch.Tensor) -> PackedLinear:
-        """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""
+        """y = W x for a matrix [out, in], packed for the platform's fastest product and
+        whole on every rank.
+        """
         return PackedLinear(weight, self.vllm_config, self.device)
 
     def embedding(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -270,17 +332,24 @@ class Target:
         table.weight_loader(table.weight, weight)
         return table
 
-    def lm_head_rows(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def lm_head_rows(
+        self, token_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
 
         Raises:
-            ValueError: if the model caps its logits, which are then no product of a matrix.
+            ValueError: if the model caps its logits, which are then no product of a
+                matrix.
         """
         return self.lm_head.rows(token_ids, self.vllm_config, self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
-        for layer in self._adapted:  # vLLM sets adapters for its own step's tokens, not for these
+        """The target's input embeddings of tokens [tokens], without adapters: [tokens,
+        hidden], on every rank.
+        """
+        for layer in (
+            self._adapted
+        ):  # vLLM sets adapters for its own step's tokens, not for these
             layer.forward = layer.base_layer.forward
         try:
             return self.model.embed_input_ids(token_ids)
@@ -288,7 +357,9 @@ class Target:
             for layer in self._adapted:
                 del layer.forward
 
-    def cut_after(self, exit_layers: Sequence[int], kind: type[ModelCut] = ModelCut) -> ModelCut:
+    def cut_after(
+        self, exit_layers: Sequence[int], kind: type[ModelCut] = ModelCut
+    ) -> ModelCut:
         """Cut the target after some layers; its forward then runs the cut's.
 
         Raises:
@@ -297,36 +368,60 @@ class Target:
         compilation = self.vllm_config.compilation_config
         compiled = compilation.mode != CompilationMode.NONE
         whole = compiled and not self._graphs
-        self.cut = kind(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
+        self.cut = kind(
+            self.model,
+            self.vllm_config,
+            exit_layers,
+            whole=whole,
+            embedded=self.is_multimodal,
+        )
         self._prepare_graphs()
         return self.cut
 
     def tapped_after(self, layers: Sequence[int]) -> torch.Tensor:
-        """Keep the states after some layers in each forward; returns a buffer [layers, most tokens of a step, hidden].
+        """Keep the states after some layers in each forward; returns a buffer [layers,
+        most tokens of a step, hidden].
 
         Raises:
             ValueError: if the family cannot be cut.
         """
-        states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        states = torch.zeros(
+            len(layers),
+            self.max_tokens,
+            self.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
         self.cut = TappedModel(self.model, self.vllm_config, layers, states)
         self._prepare_graphs()
         return states
 
     def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """Run further decoder layers beside the target's last one, each with KV of its own (DynaMo's token heads).
+        """Run further decoder layers beside the target's last one, each with KV of its
+        own (DynaMo's token heads).
 
         Args:
-            weights: of each layer, by their names in a decoder layer of the target's checkpoint.
+            weights: of each layer, by their names in a decoder layer of the target's
+                checkpoint.
 
         Returns:
-            [layers, most tokens of a step, hidden] buffer of their normed hidden states after each forward.
+            [layers, most tokens of a step, hidden] buffer of their normed hidden states
+            after each forward.
 
         Raises:
             ValueError: if the family cannot be cut, or weights are missing or unknown.
         """
-        cut = self.cut = BranchedModel(self.model, self.vllm_config, embedded=self.is_multimodal)
+        cut = self.cut = BranchedModel(
+            self.model, self.vllm_config, embedded=self.is_multimodal
+        )
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
-        states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        states = torch.zeros(
+            len(layers),
+            self.max_tokens,
+            self.hidden_size,
+            dtype=self.dtype,
+            device=self.device,
+        )
         cut.add_branches(layers, self.vllm_config, states)
         self._prepare_graphs()
         return states
@@ -337,6 +432,8 @@ class Target:
 
     def _prepare_graphs(self) -> None:
         if self._graphs:
-            self.cut.allocate_graph_buffers(self.max_tokens, self.hidden_size, self.dtype, self.device)
+            self.cut.allocate_graph_buffers(
+                self.max_tokens, self.hidden_size, self.dtype, self.device
+            )
             # vLLM captures piecewise graphs only for a model with compiled submodules.
             self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's own decoding (Algorithm 1) on runner V2: drafts are emitted whatever the target would draw.
+"""DynaMo's own decoding (Algorithm 1) on runner V2: drafts are emitted whatever the
+target would draw.
 
-This is not the target's output. The target samples the first token of an n-gram. The joint, conditioned on that token,
-gives the others, and the next step computes them like verified drafts, so their KV is the target's own. If the joint
-backs off to one token, that token is vLLM's own sample. With eps_b = 1 nothing differs from ordinary sampling.
+This is not the target's output. The target samples the first token of an n-gram. The
+joint, conditioned on that token, gives the others, and the next step computes them like
+verified drafts, so their KV is the target's own. If the joint backs off to one token,
+that token is vLLM's own sample. With eps_b = 1 nothing differs from ordinary sampling.
 """
 
 from typing import Any
@@ -23,10 +25,14 @@ class UnverifiedDrafts:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.counts = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # row -1 takes padding
+        self.counts = torch.zeros(
+            rows + 1, dtype=torch.int64, device=device
+        )  # row -1 takes padding
         self.emitted = DeviceCount(device)
 
-    def store(self, rows: torch.Tensor, drafts: Drafts, max_drafts: torch.Tensor) -> None:
+    def store(
+        self, rows: torch.Tensor, drafts: Drafts, max_drafts: torch.Tensor
+    ) -> None:
         """Store how many drafts of each request are emitted; part of a CUDA graph.
 
         Args:
@@ -44,12 +50,16 @@ class UnverifiedDrafts:
         """Which of a step's logits belong to drafts that are not emitted: [logits] bool."""
         return batch.expanded_local_pos > self.counts[batch.expanded_idx_mapping]
 
-    def emit(self, sampled: torch.Tensor, drafts: torch.Tensor, local_pos: torch.Tensor) -> torch.Tensor:
-        """The drafts in place of the tokens that the target samples at their positions: [logits].
+    def emit(
+        self, sampled: torch.Tensor, drafts: torch.Tensor, local_pos: torch.Tensor
+    ) -> torch.Tensor:
+        """The drafts in place of the tokens that the target samples at their positions:
+        [logits].
 
         Args:
             sampled: [logits] the target's samples.
-            drafts: [logits] the input token of each row of logits, -1 for a draft that is not emitted.
+            drafts: [logits] the input token of each row of logits, -1 for a draft that
+                is not emitted.
             local_pos: [logits] index of the row of logits within its request.
         """
         next_draft = drafts.roll(-1)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification on runner V2: every token is the one that vLLM's sampler draws at its position, with or without drafts.
+"""Verification on runner V2: every token is the one that vLLM's sampler draws at its
+position, with or without drafts.
 
-vLLM's rejection sampler keeps the distribution, but draws other random numbers for a token that follows drafts than its
-sampler does, so the output of a request with a seed would depend on which of its steps had drafts: on other requests,
-preemptions and the prefix cache. Here the sampler draws, and a draft is accepted if it is the token drawn. Output is
-that of vLLM without speculation whatever is drafted, and no q(x) has to be kept. Drafters draw with the same random
-numbers (kernels/noise.py), or a draft x would be accepted with probability p(x) alone.
+vLLM's rejection sampler keeps the distribution, but draws other random numbers for a
+token that follows drafts than its sampler does, so the output of a request with a seed
+would depend on which of its steps had drafts: on other requests, preemptions and the
+prefix cache. Here the sampler draws, and a draft is accepted if it is the token drawn.
+Output is that of vLLM without speculation whatever is drafted, and no q(x) has to be
+kept. Drafters draw with the same random numbers (kernels/noise.py), or a draft x would
+be accepted with probability p(x) alone.
 """
 
 from typing import Any
@@ -31,11 +34,18 @@ class Verification(RejectionSampler):
     def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = speculator
-        self._compiled = False  # whether vLLM's kernel is compiled for the model's logits
-        self._rows: torch.Tensor | None = None  # [rows of logits] request rows of the current chunk
+        self._compiled = (
+            False  # whether vLLM's kernel is compiled for the model's logits
+        )
+        self._rows: torch.Tensor | None = (
+            None  # [rows of logits] request rows of the current chunk
+        )
         self._token_ids = 0  # most logprob_token_ids of a request of the batch
-        # vLLM gathers the log-probabilities of sharded requests without those of logprob_token_ids.
-        self._sharded = speculator.vllm_config.parallel_config.enable_batch_sharded_sampling
+        # vLLM gathers the log-probabilities of sharded requests without those of
+        # logprob_token_ids.
+        self._sharded = (
+            speculator.vllm_config.parallel_config.enable_batch_sharded_sampling
+        )
 
     def __call__(
         self,
@@ -50,7 +60,9 @@ class Verification(RejectionSampler):
         elif invalid_drafts is not None:
             unusable |= invalid_drafts
         states = self.sampler.logprob_token_ids_state
-        self._token_ids = 0 if self._sharded else states.max_num_token_ids(input_batch.idx_mapping_np)
+        self._token_ids = (
+            0 if self._sharded else states.max_num_token_ids(input_batch.idx_mapping_np)
+        )
         return super().__call__(logits, input_batch, draft_logits, unusable)
 
     def _verify(
@@ -69,45 +81,76 @@ class Verification(RejectionSampler):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._rows = expanded_idx_mapping
         processed_logits = self.sampler.apply_sampling_params(
-            logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
+            logits,
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            draft_sampled,
+            expanded_local_pos,
             seq_lens_upper_bound_np,
-        )  # fmt: skip
+        )
         states = self.sampler.sampling_states
-        # vLLM's warm-up only uses processed logits (float32), which greedy requests do not need.
-        for given in (processed_logits,) if self._compiled else (logits, processed_logits):
+        # vLLM's warm-up only uses processed logits (float32), which greedy requests do
+        # not need.
+        for given in (
+            (processed_logits,) if self._compiled else (logits, processed_logits)
+        ):
             drawn = gumbel_sample(
-                given, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=False,
-                is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
-            )  # fmt: skip
+                given,
+                expanded_idx_mapping,
+                states.temperature.gpu,
+                states.seeds.gpu,
+                pos,
+                apply_temperature=False,
+                is_drafting=False,
+                use_fp64=self.sampler.use_fp64_gumbel,
+            )
         self._compiled = True
         unverified = self.speculator.unverified
         if unverified is not None:
             drawn = unverified.emit(drawn, verify_draft_sampled, expanded_local_pos)
         width = self.num_speculative_steps + 1
-        sampled, num_sampled = chosen(accept_drawn, drawn)(drawn, verify_draft_sampled, cu_num_logits, width)
+        sampled, num_sampled = chosen(accept_drawn, drawn)(
+            drawn, verify_draft_sampled, cu_num_logits, width
+        )
         return processed_logits, sampled, num_sampled
 
     def _get_logprobs_tensors(
-        self, sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor, *args: Any
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        *args: Any,
     ) -> LogprobsTensors | None:
-        """As vLLM's sampler returns them, with those of logprob_token_ids, which its rejection sampler omits."""
+        """As vLLM's sampler returns them, with those of logprob_token_ids, which its
+        rejection sampler omits.
+        """
         if not self._token_ids:
             return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
         *places, most = *args[:-1], max(args[-1], 0)
-        emitted = super()._get_logprobs_tensors(sampled, num_sampled, logits, *places, 0)
+        emitted = super()._get_logprobs_tensors(
+            sampled, num_sampled, logits, *places, 0
+        )
         return compute_topk_scores(
-            logits, most, emitted.logprob_token_ids[:, 0].contiguous(),
+            logits,
+            most,
+            emitted.logprob_token_ids[:, 0].contiguous(),
             emitted.cu_num_generated_tokens or emitted.cu_num_generated_tokens_tensor,
-            self.sampler.logprob_token_ids_state, self._rows, self._token_ids,
+            self.sampler.logprob_token_ids_state,
+            self._rows,
+            self._token_ids,
             self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
-        )  # fmt: skip
+        )
 
 
 def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
-    """Compile vLLM's kernels for top-p, by the number of rows of logits; they stay in Triton's cache on disk.
+    """Compile vLLM's kernels for top-p, by the number of rows of logits; they stay in
+    Triton's cache on disk.
 
-    vLLM compiles them when it first serves such a batch, in a second or two, and drafts bring further sizes. On CUDA it
-    leaves out its own warm-up, which compiles every combination with top-k and takes minutes.
+    vLLM compiles them when it first serves such a batch, in a second or two, and drafts
+    bring further sizes. On CUDA it leaves out its own warm-up, which compiles every
+    combination with top-k and takes minutes.
 
     Args:
         rows: most rows.
@@ -115,4 +158,8 @@ def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
         device: of the logits.
     """
     for size in (1 << power for power in range(min(rows, LARGEST).bit_length())):
-        apply_top_k_top_p(torch.zeros(size, vocab_size, device=device), None, torch.full((size,), 0.9, device=device))
+        apply_top_k_top_p(
+            torch.zeros(size, vocab_size, device=device),
+            None,
+            torch.full((size,), 0.9, device=device),
+        )

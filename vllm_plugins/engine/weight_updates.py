@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of the target that change while an engine runs: what drafting has copied of them is copied again.
+"""Weights of the target that change while an engine runs: what drafting has copied of
+them is copied again.
 
-vLLM changes weights in two ways: its runner reloads a checkpoint, or a trainer sends them to its worker.
+vLLM changes weights in two ways: its runner reloads a checkpoint, or a trainer sends
+them to its worker.
 """
 
 from typing import Any
@@ -15,7 +17,9 @@ class UpdatedRunner:
         self.refresh_copies()
 
     def refresh_copies(self) -> None:
-        """Copy again what drafting copied of the target's weights, in place, after these have changed."""
+        """Copy again what drafting copied of the target's weights, in place, after
+        these have changed.
+        """
         raise NotImplementedError
 
 

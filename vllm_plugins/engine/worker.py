@@ -18,18 +18,25 @@ from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 
 class StepCostsMixin(UpdatedWorker):
-    """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses the number of drafts."""
+    """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses
+    the number of drafts.
+    """
 
     model_runner: Any
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner
         if runner.device.type == "cuda":
-            warm_up_top_p(runner.max_num_reqs * (1 + runner.num_speculative_steps), runner.vocab_size, runner.device)
+            warm_up_top_p(
+                runner.max_num_reqs * (1 + runner.num_speculative_steps),
+                runner.vocab_size,
+                runner.device,
+            )
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def step_costs(self, again: bool = False) -> MeasuredCosts | None:
-        """Costs of steps with and without drafts; called by the scheduler's process, in every worker.
+        """Costs of steps with and without drafts; called by the scheduler's process, in
+        every worker.
 
         Args:
             again: measure them even if an earlier start has saved them.
@@ -37,9 +44,19 @@ class StepCostsMixin(UpdatedWorker):
         runner = self.model_runner
         config = runner.speculator.config
         counts = counts_of(config.num_speculative_tokens, runner.device.type)
-        config = config.model_copy(update={"step_costs": "measure"}) if again else config
-        largest, timed = most_requests(runner, counts, STEPS), functools.partial(time_steps, runner)
-        return costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, counts, timed)
+        config = (
+            config.model_copy(update={"step_costs": "measure"}) if again else config
+        )
+        largest = most_requests(runner, counts, STEPS)
+        timed = functools.partial(time_steps, runner)
+        return costs_of_engine(
+            config,
+            runner.vllm_config,
+            runner.speculator.counters,
+            largest,
+            counts,
+            timed,
+        )
 
 
 if current_platform.is_cpu():
@@ -51,7 +68,9 @@ if current_platform.is_cpu():
         """vLLM's CPU model runner V2 that drafts."""
 
     class DraftingWorker(StepCostsMixin, CPUWorker):
-        """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+        """vLLM's CPU worker; it takes its runner class from a module global, which is
+        ours for that moment.
+        """
 
         runner_class: type = CPUDraftingModelRunner
 

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP drafting: the next n tokens from the hidden state that gave the last token, as a mixture of r experts.
+"""CP drafting: the next n tokens from the hidden state that gave the last token, as a
+mixture of r experts.
 
     step     the target emits b from its hidden state e
-    states   T_a^(s) e of every expert a and position s: one read of the LM head gives all their logits
-    chain    b updates the experts' weights, their mixture gives d1, d1 updates the weights, ... (CP heads, section 2.4)
+    states   T_a^(s) e of every expert a and position s: one read of the LM head gives
+             all their logits
+    chain    b updates the experts' weights, their mixture gives d1, d1 updates the
+             weights, ... (CP heads, section 2.4)
 
-With condition recurrent a state reads b and each draft, by the same matrices whatever the number of drafts
-(heads/cp/recurrence.py), and W_b E[b] joins the gate in place of b's update of weights.
+With condition recurrent a state reads b and each draft, by the same matrices whatever
+the number of drafts (heads/cp/recurrence.py), and W_b E[b] joins the gate in place of
+b's update of weights.
 
-No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of the target.
+No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of
+the target.
 """
 
 from __future__ import annotations
@@ -33,21 +38,36 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
-ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]  # as for draft_in_sequence
+ReadLogits = Callable[
+    [int, torch.Tensor | None], torch.Tensor
+]  # as for draft_in_sequence
 
 
 class _Recurrence:
     """The recurrence of a state (heads/cp/recurrence.py) with matrices packed like the target's."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        read = {name.removeprefix("cp.recurrence."): matrix for name, matrix in tensors.items()}
-        self.token, self.inner, self.outer = (target.linear(read[name]) for name in ("token", "inner", "outer"))
+        read = {
+            name.removeprefix("cp.recurrence."): matrix
+            for name, matrix in tensors.items()
+        }
+        self.token, self.inner, self.outer = (
+            target.linear(read[name]) for name in ("token", "inner", "outer")
+        )
         self.fuse = target.linear(read["fuse"]) if "fuse" in read else None
-        self.down = target.linear(read["down"].flatten(0, 1)) if "down" in read else None
-        self.up = read["up"].to(device=target.device, dtype=target.dtype) if "up" in read else None
+        self.down = (
+            target.linear(read["down"].flatten(0, 1)) if "down" in read else None
+        )
+        self.up = (
+            read["up"].to(device=target.device, dtype=target.dtype)
+            if "up" in read
+            else None
+        )
 
     def start(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
-        """s_0 [requests, d] from the last states [requests, d] and those after some layers [layers, requests, d]."""
+        """s_0 [requests, d] from the last states [requests, d] and those after some
+        layers [layers, requests, d].
+        """
         if self.fuse is None or layers is None:
             return hidden
         return fused(torch.cat([hidden, *layers], dim=-1), hidden.shape[-1], self.fuse)
@@ -69,11 +89,17 @@ class CPDrafter(ChainDrafter):
         drafts = config.num_speculative_tokens
         self.lead = heads.positions - heads.factors  # positions without factors
         factors = drafts + 1 - self.lead
-        self.factorised, self.rank, self.factors = heads.factorised, heads.rank, factors
+        self.factorised = heads.factorised
+        self.rank = heads.rank
+        self.factors = factors
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.token_gate = tensors["cp.token_gate"].to(self.gate) if self.lead else None
-        self.recurrence = _Recurrence(tensors, target) if heads.condition == "recurrent" else None
-        self.tapped = target.tapped_after(heads.layers) if heads.layers else None  # [layers, tokens of the step, d]
+        self.recurrence = (
+            _Recurrence(tensors, target) if heads.condition == "recurrent" else None
+        )
+        self.tapped = (
+            target.tapped_after(heads.layers) if heads.layers else None
+        )  # [layers, tokens of the step, d]
         if self.recurrence is None:
             self._load_matrices(heads, tensors)
         size = config.draft_vocab_size or target.vocab_size
@@ -81,17 +107,22 @@ class CPDrafter(ChainDrafter):
 
     def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor]) -> None:
         """Load the matrices of each expert and position."""
-        target, factors = self.target, self.factors
+        target = self.target
+        factors = self.factors
         if heads.factorised:
             weights = tensors["cp.transforms"][:factors]
         elif self.vocabulary is not None:
-            weights = tensors["cp.classifiers"][:factors, :, self.vocabulary.token_ids.cpu()]
+            weights = tensors["cp.classifiers"][
+                :factors, :, self.vocabulary.token_ids.cpu()
+            ]
         else:
             weights = target.lm_head.shard(tensors["cp.classifiers"][:factors])
         self.weights = target.linear(weights.flatten(0, 2))
 
     def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
-        hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
+        hidden = step.hidden[part]
+        first = step.newest_ids[part]
+        vocabulary = self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         token_ids = None if vocabulary is None else vocabulary.token_ids
         embedded = self.target.embed(first) if self.lead else None
@@ -99,32 +130,56 @@ class CPDrafter(ChainDrafter):
         if self.recurrence is not None:
             assert embedded is not None
             layers = None if self.tapped is None else self.tapped[:, step.places[part]]
-            read = self._recurrent(self.recurrence, self.recurrence.start(hidden, layers), embedded)
-            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids)
-        logits = self._logits(self.weights(hidden).view(len(hidden), self.factors, self.rank, -1))
+            read = self._recurrent(
+                self.recurrence, self.recurrence.start(hidden, layers), embedded
+            )
+            return draft_in_sequence(
+                log_weights, self.factors, read, sampling, token_ids
+            )
+        logits = self._logits(
+            self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
+        )
         first_entry = first if vocabulary is None else vocabulary.place_of[first]
-        entries, _ = chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids)
+        entries, _ = chosen(draft_chain, logits)(
+            log_weights, logits, first_entry, sampling, token_ids
+        )
         return entries
 
-    def _recurrent(self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor) -> ReadLogits:
-        """A reader of each draft's logits from a state [rows, d], which next reads E of the newest token, `first`."""
+    def _recurrent(
+        self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor
+    ) -> ReadLogits:
+        """A reader of each draft's logits from a state [rows, d], which next reads E of
+        the newest token, `first`.
+        """
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             nonlocal state
-            state = recurrence.advance(state, first if before is None else self._embedded(before))
+            state = recurrence.advance(
+                state, first if before is None else self._embedded(before)
+            )
             return self._logits(recurrence.experts(state))
 
         return read
 
     def _logits(self, product: torch.Tensor) -> torch.Tensor:
-        """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests, ..., r, out]."""
+        """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests,
+        ..., r, out].
+        """
         if self.factorised:
-            read = self.target.lm_head.logits if self.vocabulary is None else self.vocabulary.logits
+            read = (
+                self.target.lm_head.logits
+                if self.vocabulary is None
+                else self.vocabulary.logits
+            )
             return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         bias = self.target.lm_head.bias
         if bias is not None:  # whole classifiers are trained beside it
-            product = product + (bias if self.vocabulary is None else self.vocabulary.bias).to(product)
-        return self.target.lm_head.gather(product) if self.vocabulary is None else product
+            product = product + (
+                bias if self.vocabulary is None else self.vocabulary.bias
+            ).to(product)
+        return (
+            self.target.lm_head.gather(product) if self.vocabulary is None else product
+        )
 
     def _embedded(self, drafts: torch.Tensor) -> torch.Tensor:
         """E of drafts [requests], entries of the draft vocabulary: [requests, hidden]."""

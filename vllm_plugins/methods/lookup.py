@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placeholder drafts for requests without a match on runner V2, where vLLM expects K drafts of every request."""
+"""Placeholder drafts for requests without a match on runner V2, where vLLM expects K
+drafts of every request.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
+from vllm_ppd.vllm_plugins.engine.drafter import (
+    Drafter,
+    DraftInputs,
+    Drafts,
+    FirstStack,
+)
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent drafting: a state that starts from the last hidden state and reads the newest token and each draft.
+"""Recurrent drafting: a state that starts from the last hidden state and reads the
+newest token and each draft.
 
-The heads have their own embeddings and LM heads (heads/recurrent/module.py). No layer runs, and no KV is written.
+The heads have their own embeddings and LM heads (heads/recurrent/module.py). No layer
+runs, and no KV is written.
 """
 
 from __future__ import annotations
@@ -29,20 +31,33 @@ class RecurrentDrafter(ChainDrafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         heads, tensors = load_tensors(str(config.model), RecurrentConfig)
-        self.target, self.drafts = target, config.num_speculative_tokens
-        self.vocabulary = DraftVocabulary.of(config, heads, tensors, target, reads_lm_head=False)
+        self.target = target
+        self.drafts = config.num_speculative_tokens
+        self.vocabulary = DraftVocabulary.of(
+            config, heads, tensors, target, reads_lm_head=False
+        )
         placed = {
-            name: tensor.to(target.device, target.dtype) if tensor.dim() == 1 else tensor
-            for name, tensor in tensors.items() if not heads.is_count(name)
-        }  # fmt: skip
-        self.recurrence = Recurrence(heads, placed, target.linear, self._embedding, self.drafts)
+            name: tensor.to(target.device, target.dtype)
+            if tensor.dim() == 1
+            else tensor
+            for name, tensor in tensors.items()
+            if not heads.is_count(name)
+        }
+        self.recurrence = Recurrence(
+            heads, placed, target.linear, self._embedding, self.drafts
+        )
         stages = range(min(heads.stages, self.drafts))
-        self.lm_heads = [target.linear(self._rows(tensors[f"head.{stage}.weight"])) for stage in stages]
+        self.lm_heads = [
+            target.linear(self._rows(tensors[f"head.{stage}.weight"]))
+            for stage in stages
+        ]
         size = config.draft_vocab_size or target.vocab_size
         self.requests_at_once = max(1, LOGITS_AT_ONCE // size)
 
     def _embedding(self, stage: int, table: torch.Tensor) -> Read:
-        """An embedding; later heads with separate tables only read drafts, so tokens of the draft vocabulary."""
+        """An embedding; later heads with separate tables only read drafts, so tokens of
+        the draft vocabulary.
+        """
         vocabulary = self.vocabulary
         if vocabulary is None or stage == 0:
             return self.target.embedding(table)
@@ -52,10 +67,15 @@ class RecurrentDrafter(ChainDrafter):
     def _rows(self, lm_head: torch.Tensor) -> torch.Tensor:
         """Rows of an LM head for the draft vocabulary, or for this rank."""
         vocabulary = self.vocabulary
-        return self.target.lm_head.shard(lm_head) if vocabulary is None else lm_head[vocabulary.token_ids.cpu()]
+        return (
+            self.target.lm_head.shard(lm_head)
+            if vocabulary is None
+            else lm_head[vocabulary.token_ids.cpu()]
+        )
 
     def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
-        hidden, first = step.hidden[part], step.newest_ids[part]
+        hidden = step.hidden[part]
+        first = step.newest_ids[part]
         sampling = None if step.sampling is None else step.sampling.at(part)
         token_ids = None if self.vocabulary is None else self.vocabulary.token_ids
         state = self.recurrence.start(hidden)
@@ -65,7 +85,13 @@ class RecurrentDrafter(ChainDrafter):
             tokens = first if before is None else self.ids(before).clamp(min=0)
             state = self.recurrence.advance(position, state, tokens)
             logits = self.lm_heads[min(position, len(self.lm_heads) - 1)](state.output)
-            return (self.target.lm_head.gather(logits) if self.vocabulary is None else logits)[:, None]
+            return (
+                self.target.lm_head.gather(logits)
+                if self.vocabulary is None
+                else logits
+            )[:, None]
 
-        alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)  # log weights of a mixture of a single expert
+        alone = hidden.new_zeros(
+            len(hidden), 1, dtype=torch.float32
+        )  # log weights of a mixture of a single expert
         return draft_in_sequence(alone, self.drafts, read, sampling, token_ids)

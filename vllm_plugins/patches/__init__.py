@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All patches of vLLM, and the refusal of a vLLM that they do not fit.
 
-PATCHES lists the wrapped calls of vLLM. A wrapper gets the original function and the arguments of the call, and
-adds to it only if our configuration is present. The worker and the runner are subclasses, named by vLLM's own
-`worker_cls`.
+PATCHES lists the wrapped calls of vLLM. A wrapper gets the original function and the
+arguments of the call, and adds to it only if our configuration is present. The worker
+and the runner are subclasses, named by vLLM's own `worker_cls`.
 """
 
 import functools
@@ -36,15 +36,31 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
     (_ENGINE_ARGS, "from_cli_args", start.from_cli_args),
     (_ENGINE_ARGS, "create_speculative_config", start.create_speculative_config),
     (_ENGINE_ARGS, "create_engine_config", start.create_engine_config),
-    ("vllm.engine.arg_utils", "maybe_override_with_speculators", start.maybe_override_with_speculators),
+    (
+        "vllm.engine.arg_utils",
+        "maybe_override_with_speculators",
+        start.maybe_override_with_speculators,
+    ),
     ("vllm.engine.arg_utils", "get_model_path", start.get_model_path),
     (_CONFIG, "__post_init__", start.complete_config),
     (_CONFIG, "num_lookahead_tokens", start.num_lookahead_tokens),
     (_CONFIG, "use_v2_model_runner", start.use_v2_model_runner),
     (_CONFIG, "_get_v2_model_runner_unsupported_features", start.unsupported_features),
-    (_CONFIG, "_maybe_disable_dynamic_sd_for_data_parallel", start.disable_choice_by_batch_size),
-    ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", requests.validate_params),
-    ("vllm.v1.engine.async_llm:AsyncLLM", "generate", requests.checked_before_streaming),
+    (
+        _CONFIG,
+        "_maybe_disable_dynamic_sd_for_data_parallel",
+        start.disable_choice_by_batch_size,
+    ),
+    (
+        "vllm.v1.engine.input_processor:InputProcessor",
+        "_validate_params",
+        requests.validate_params,
+    ),
+    (
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        "generate",
+        requests.checked_before_streaming,
+    ),
     (_RESPONSES, "_generate_with_builtin_tools", requests.checked_before_streaming),
     (_SCHEDULER, "__init__", scheduling.make_scheduler),
     (_SCHEDULER, "schedule", scheduling.schedule),
@@ -77,13 +93,19 @@ def is_supported(version: str) -> bool:
 
 
 def install() -> None:
-    """Install the patches; idempotent. On an unsupported vLLM log one line, and only refuse our methods."""
+    """Install the patches; idempotent. On an unsupported vLLM log one line, and only
+    refuse our methods.
+    """
     version = vllm_version()
     if is_supported(version):
         for owner, name, wrapper in PATCHES:
             wrap(owner, name, wrapper)
         return
-    logger.warning("vllm-ppd supports vLLM %s but found %s: its methods are disabled", SUPPORTED_VLLM, version)
+    logger.warning(
+        "vllm-ppd supports vLLM %s but found %s: its methods are disabled",
+        SUPPORTED_VLLM,
+        version,
+    )
     try:
         wrap(_ENGINE_ARGS, "create_speculative_config", refuse_methods)
     except (ImportError, KeyError) as error:
@@ -98,32 +120,44 @@ def wrap(owner_path: str, name: str, wrapper: Callable[..., Any]) -> None:
     Args:
         owner_path: `module` or `module:Class`.
         name: of the attribute.
-        wrapper: called with the original function, then its arguments, whose names it must have.
+        wrapper: called with the original function, then its arguments, whose names it
+            must have.
     """
     module, _, class_name = owner_path.partition(":")
     owner: Any = importlib.import_module(module)
     owner = getattr(owner, class_name) if class_name else owner
     stock = vars(owner)[name]
-    original: Any = stock.fget if isinstance(stock, property) else getattr(stock, "__func__", stock)
+    original: Any = (
+        stock.fget if isinstance(stock, property) else getattr(stock, "__func__", stock)
+    )
 
     @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
     sort = type(stock)
-    setattr(owner, name, sort(wrapped) if sort in (property, classmethod, staticmethod) else wrapped)
+    setattr(
+        owner,
+        name,
+        sort(wrapped) if sort in (property, classmethod, staticmethod) else wrapped,
+    )
 
 
 def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """EngineArgs.create_speculative_config of an unsupported vLLM: refuse our methods by name.
+    """EngineArgs.create_speculative_config of an unsupported vLLM: refuse our methods
+    by name.
 
     Raises:
         OptionError: naming the versions.
     """
     config = self.speculative_config or {}
-    named = (config.get(key) or getattr(self, f"spec_{key}", None) for key in ("method", "model"))
+    named = (
+        config.get(key) or getattr(self, f"spec_{key}", None)
+        for key in ("method", "model")
+    )
     if set(named) & set(METHODS):
         raise OptionError(
-            f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; install a supported vLLM"
+            f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; "
+            "install a supported vLLM"
         )
     return original(self, *args)

@@ -12,7 +12,9 @@ from vllm_ppd.vllm_plugins.config.request_options import check
 _signature = functools.cache(inspect.signature)
 
 
-def validate_params(original: Callable[..., Any], self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+def validate_params(
+    original: Callable[..., Any], self: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
     """InputProcessor._validate_params: check the request's options as well."""
     config = active_config(self.vllm_config)
     if config is not None:
@@ -20,12 +22,22 @@ def validate_params(original: Callable[..., Any], self: Any, params: Any, *args:
     return original(self, params, *args, **kwargs)
 
 
-def checked_before_streaming(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """An asynchronous generator of vLLM: check sampling_params when it is made, not when it first runs.
+def checked_before_streaming(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """An asynchronous generator of vLLM: check sampling_params when it is made, not
+    when it first runs.
 
     At that time a streamed response has not begun, so its status can be 400.
     """
-    config = active_config(getattr(self, "vllm_config", None) or self.engine_client.vllm_config)
+    config = active_config(
+        getattr(self, "vllm_config", None) or self.engine_client.vllm_config
+    )
     if config is not None:
-        check(_signature(original).bind(self, *args, **kwargs).arguments["sampling_params"], config)
+        check(
+            _signature(original)
+            .bind(self, *args, **kwargs)
+            .arguments["sampling_params"],
+            config,
+        )
     return original(self, *args, **kwargs)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped calls of an engine's start: flags, methods, heads by name, and what vLLM derives from its configuration."""
+"""Wrapped calls of an engine's start: flags, methods, heads by name, and what vLLM
+derives from its configuration.
+"""
 
 import logging
 from collections.abc import Callable
@@ -7,7 +9,11 @@ from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
+from vllm_ppd.vllm_plugins.config.activation import (
+    activate,
+    active_config,
+    refusals_without_traceback,
+)
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
 from vllm_ppd.vllm_plugins.config.refusals import refuse_complete_config
@@ -16,7 +22,9 @@ from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 logger = logging.getLogger("vllm.vllm_ppd")
 
 
-def add_cli_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+def add_cli_args(
+    original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Add --speculative-model and the --ppd-... flags."""
     return add_flags(original(parser, *args, **kwargs))
 
@@ -25,26 +33,36 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     """Carry those flags into speculative_config."""
     engine_args = original(cls, args)
     with refusals_without_traceback():
-        engine_args.speculative_config = merge_flags(engine_args.speculative_config, args)
+        engine_args.speculative_config = merge_flags(
+            engine_args.speculative_config, args
+        )
     return engine_args
 
 
 def create_speculative_config(
-    original: Callable[..., Any], self: Any, target_model_config: Any, target_parallel_config: Any
+    original: Callable[..., Any],
+    self: Any,
+    target_model_config: Any,
+    target_parallel_config: Any,
 ) -> Any:
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version())
+        logger.info(
+            "vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version()
+        )
         if not config.verify:
             logger.warning(
-                "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "
-                "and are NOT the model's own output; use eps_b 1, or leave verify out, to get that"
+                "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
+                "as DynaMo's heads sample them, and are NOT the model's own output; "
+                "use eps_b 1, or leave verify out, to get that"
             )
     return original(self, target_model_config, target_parallel_config)
 
 
-def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def create_engine_config(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Refuse what vLLM has decided in completing its configuration, before a model loads."""
     vllm_config = original(self, *args, **kwargs)
     config = active_config(vllm_config)
@@ -66,13 +84,23 @@ def maybe_override_with_speculators(
     with refusals_without_traceback(), hub.token(kwargs.get("hf_token")):
         served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
     if served is None:
-        return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)
+        return original(
+            model,
+            tokenizer,
+            *args,
+            vllm_speculative_config=vllm_speculative_config,
+            **kwargs,
+        )
     target, speculative_config = served
     return target, tokenizer or target, speculative_config
 
 
-def get_model_path(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would refuse it offline."""
+def get_model_path(
+    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would
+    refuse it offline.
+    """
     if "@" in str(model) and hub.hub_name(str(model)) is not None:
         return model
     return original(model, *args, **kwargs)
@@ -84,7 +112,8 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
     if config is None or not config.spec.writes_ahead:
         return original(self)
     if config.stages > 1:
-        return 1  # the last micro-step's candidates start one token after the scheduled ones
+        # the last micro-step's candidates start one token after the scheduled ones
+        return 1
     # The base token and every draft write shallow KV after the verified tokens.
     return config.num_speculative_tokens + 1
 
@@ -96,19 +125,30 @@ def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
 
 
 def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
-    """Allow a proposer class on runner V2, which vLLM cannot start there; our runner makes the speculator itself."""
+    """Allow a proposer class on runner V2, which vLLM cannot start there; our runner
+    makes the speculator itself.
+    """
     features = original(self)
-    return features if active_config(self) is None else [name for name in features if "'custom_class'" not in name]
+    return (
+        features
+        if active_config(self) is None
+        else [name for name in features if "'custom_class'" not in name]
+    )
 
 
 def disable_choice_by_batch_size(original: Callable[..., None], self: Any) -> None:
-    """Keep the choice of the number of drafts with data parallelism: the ranks of a dense model are independent."""
+    """Keep the choice of the number of drafts with data parallelism: the ranks of a
+    dense model are independent.
+    """
     if active_config(self) is None:
         original(self)
 
 
-def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its own methods.
+def complete_config(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its
+    own methods.
 
     On a CPU without Triton, runner V2 has kernels of ours.
     """
@@ -119,5 +159,9 @@ def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     from vllm_ppd.vllm_plugins.engine.cpu import native
 
     methods: Any = Literal[(*get_args(module.NgramGPUTypes), "custom_class")]
-    with native.accepted(), native.asynchronous(), temporarily(module, NgramGPUTypes=methods):
+    with (
+        native.accepted(),
+        native.asynchronous(),
+        temporarily(module, NgramGPUTypes=methods),
+    ):
         return original(self, *args, **kwargs)

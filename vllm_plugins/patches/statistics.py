@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped calls of vLLM's statistics, which carry our counters (engine/metrics.py) and watch acceptance."""
+"""Wrapped calls of vLLM's statistics, which carry our counters (engine/metrics.py) and
+watch acceptance.
+"""
 
 import logging
 from collections import Counter
@@ -9,7 +11,12 @@ from typing import Any
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
-from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
+from vllm_ppd.vllm_plugins.engine.metrics import (
+    ATTRIBUTE,
+    Counts,
+    Published,
+    count_in_process,
+)
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -18,7 +25,9 @@ NEAR_ZERO = 0.01  # accepted / drafted tokens
 
 
 class AcceptanceWatch:
-    """Counts in windows of a thousand drafts; warns on the first window near zero, and again after a recovery."""
+    """Counts in windows of a thousand drafts; warns on the first window near zero, and
+    again after a recovery.
+    """
 
     def __init__(self) -> None:
         self.drafts = self.drafted = self.accepted = 0
@@ -37,8 +46,9 @@ class AcceptanceWatch:
         elif not self.warned:
             self.warned = True
             logger.warning(
-                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs "
-                "more time than it gains; use heads trained for this model, a deeper exit_layer, or no drafting",
+                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d "
+                "drafts (%.2f %%): drafting costs more time than it gains; use heads "
+                "trained for this model, a deeper exit_layer, or no drafting",
                 self.accepted,
                 self.drafted,
                 self.drafts,
@@ -60,14 +70,20 @@ def watch_acceptance(scheduler: Any) -> None:
 
 
 def update_from_output(
-    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    scheduler_output: Any,
+    model_runner_output: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Scheduler: keep the counts of a step's output until the statistics are made."""
     output = model_runner_output
     counts: Counts = dict(getattr(output, ATTRIBUTE, {}))
     lookup = getattr(self, "dynamic_sd_lookup", None)
     watch: AcceptanceWatch | None = getattr(self, WATCH, None)
-    scheduled, seen = isinstance(lookup, ScheduledDrafts), []
+    scheduled = isinstance(lookup, ScheduledDrafts)
+    seen = []
     if scheduled or watch is not None:
         seen = verified(self.requests, scheduler_output, output, scheduled)
     for _, drafts, emitted, *_ in seen:
@@ -95,14 +111,18 @@ def update_from_output(
 def verified(
     requests: dict[str, Any], scheduler_output: Any, output: Any, with_others: bool
 ) -> list[tuple[str, int, int, bool, bool]]:
-    """(Request, verified drafts, emitted tokens, whether it decodes greedily, whether it may draft) for each in a step.
+    """(Request, verified drafts, emitted tokens, whether it decodes greedily, whether
+    it may draft) for each in a step.
 
-    Requests that emitted nothing are left out, and so are those without drafts, unless requested. The drafts of a
-    request that opted out do not count, as the runner rejects them.
+    Requests that emitted nothing are left out, and so are those without drafts, unless
+    requested. The drafts of a request that opted out do not count, as the runner
+    rejects them.
     """
-    drafts, seen = scheduler_output.scheduled_spec_decode_tokens, []
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    seen = []
     for req_id in output.req_ids if with_others else drafts:
-        emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), requests.get(req_id)
+        emitted = len(output.sampled_token_ids[output.req_id_to_index[req_id]])
+        request = requests.get(req_id)
         if emitted and request is not None:
             params = request.sampling_params
             may_draft = drafting_allowed(params.extra_args)
@@ -111,29 +131,48 @@ def verified(
     return seen
 
 
-def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scheduler: put the counts into the step's statistics, in the open dictionary of KV connectors' statistics."""
+def make_stats(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Scheduler: put the counts into the step's statistics, in the open dictionary of
+    KV connectors' statistics.
+    """
     stats = original(self, *args, **kwargs)
     counts = getattr(self, PENDING, None)
     if stats is not None and counts:
-        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: dict(counts)}
+        stats.kv_connector_stats = {
+            **(stats.kv_connector_stats or {}),
+            KEY: dict(counts),
+        }
         counts.clear()
     return stats
 
 
-def make_loggers(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def make_loggers(
+    original: Callable[..., None],
+    self: Any,
+    vllm_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """StatLoggerManager.__init__: register the counters of engines that draft."""
     original(self, vllm_config, *args, **kwargs)
     config = active_config(vllm_config)
     if config is not None:
         name = str(vllm_config.model_config.served_model_name)
-        setattr(self, PUBLISHED, Published(name, self.engine_indexes, config.stages > 1))
+        setattr(
+            self, PUBLISHED, Published(name, self.engine_indexes, config.stages > 1)
+        )
 
 
 def record(
-    original: Callable[..., Any], self: Any, scheduler_stats: Any, *args: Any, engine_idx: int | None = None,
+    original: Callable[..., Any],
+    self: Any,
+    scheduler_stats: Any,
+    *args: Any,
+    engine_idx: int | None = None,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """StatLoggerManager: take the counts out before vLLM's own loggers read the statistics."""
     carried = getattr(scheduler_stats, "kv_connector_stats", None)
     if carried and KEY in carried:

@@ -29,7 +29,13 @@ def test_card_of_heads_that_were_trained(whole_heads: Factory, tmp_path: Path) -
     card = ModelCard.load(folder / NAME)
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "acme/target")
     assert {"speculative-decoding", "cp"} <= set(card.data.tags)
-    for part in ("vllm serve acme/target --speculative-model", "4096", "4.25", "5.5", "Not calibrated"):
+    for part in (
+        "vllm serve acme/target --speculative-model",
+        "4096",
+        "4.25",
+        "5.5",
+        "Not calibrated",
+    ):
         assert part in card.text, part
     assert "/secret" not in card.text
 
@@ -39,7 +45,9 @@ def test_what_a_user_wrote_stays(whole_heads: Factory, tmp_path: Path) -> None:
     config = load_config(folder)
     write_card(folder, config)
     path = folder / NAME
-    assert config.verifier not in path.read_text(), "the folders of this disk are nobody's business"
+    assert config.verifier not in path.read_text(), (
+        "the folders of this disk are nobody's business"
+    )
     edited = path.read_text().replace("license: other", "license: mit")
     path.write_text(f"{edited}\nMy own words.\n")
     write_card(folder, config, "a report")

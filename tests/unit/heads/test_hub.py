@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads by their name on a Hub of the loopback interface: what is fetched, and what is said where that fails."""
+"""Heads by their name on a Hub of the loopback interface: what is fetched, and what is
+said where that fails.
+"""
 
 import shutil
 import time
@@ -31,11 +33,15 @@ def served() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def hub(served: Hub, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(
+    served: Hub, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Hub:
     """The Hub with CP heads, its cache empty."""
     use(served, tmp_path, monkeypatch)
     # It waits between its attempts.
-    monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    monkeypatch.setattr(
+        _http, "time", SimpleNamespace(sleep=lambda _: None, time=time.time)
+    )
     served.revisions = {}
     served.private = set()
     served.broken = False
@@ -48,36 +54,58 @@ def hub(served: Hub, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.M
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("acme/x.1-y_z") == ("acme/x.1-y_z", None)
     assert hub_name("acme/x@refs/pr/3") == ("acme/x", "refs/pr/3")
-    for path in ("x", "./a/b", "/a/b", "a/b/c", "a/..", "a/b@", "a/b.gguf", "", "s3://a/b"):
+    for path in (
+        "x",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "a/..",
+        "a/b@",
+        "a/b.gguf",
+        "",
+        "s3://a/b",
+    ):
         assert hub_name(path) is None, path
     (tmp_path / "acme" / "x").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert hub_name("acme/x") is None, "a folder of this disk goes before the Hub"
 
 
-def test_every_way_in_takes_a_name(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_in_takes_a_name(
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("refusals.method_of", lambda _: "cp")
     for name in readers.of:
         assert readers.refusal(name, NAME) is None, name
-    # The server's processes are told the commit, so that all of them draft with the same heads.
+    # The server's processes are told the commit, so that all of them draft with the
+    # same heads.
     config = readers.server(spec_model=NAME)
     assert config.model == f"{NAME}@{hub.commit(NAME, 'main')}"
     asked = len(hub.requests)
-    assert load_tensors(config.model)[1].keys() == load_config(config.model).shapes().keys()
+    assert (
+        load_tensors(config.model)[1].keys()
+        == load_config(config.model).shapes().keys()
+    )
     assert len(hub.requests) == asked, "a commit that is in the cache needs no Hub"
 
 
-def test_inspect_does_not_fetch_weights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_does_not_fetch_weights(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", NAME]) == 0
     said = capsys.readouterr().out
     assert "not fetched" in said and "will load: yes, with " in said
     assert not list(Path(constants.HF_HUB_CACHE).rglob("model.safetensors"))
     whole_folder(NAME)
     assert main(["inspect", NAME]) == 0
-    assert "not fetched" not in capsys.readouterr().out, "weights in the cache are checked"
+    assert "not fetched" not in capsys.readouterr().out, (
+        "weights in the cache are checked"
+    )
 
 
-def test_damaged_weights_are_refused(hub: Hub, readers: Readers, whole_heads: Factory, tmp_path: Path) -> None:
+def test_damaged_weights_are_refused(
+    hub: Hub, readers: Readers, whole_heads: Factory, tmp_path: Path
+) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "damaged")
     tensor("cp.gate", with_value(float("nan")))(folder)
     hub.add("acme/damaged", folder)
@@ -88,11 +116,17 @@ def test_damaged_weights_are_refused(hub: Hub, readers: Readers, whole_heads: Fa
     assert "'cp.gate' has shape" in str(readers.refusal("inspect", "acme/short"))
     (folder / "model.safetensors").unlink()
     hub.add("acme/none", folder)
-    assert "has no model.safetensors" in str(readers.refusal("model alone", "acme/none"))
+    assert "has no model.safetensors" in str(
+        readers.refusal("model alone", "acme/none")
+    )
 
 
-def test_revisions(hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Readers) -> None:
-    other = heads_folders.make_heads(tmp_path / "v2", "cp", tiny_model(), num_speculative_tokens=1)
+def test_revisions(
+    hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Readers
+) -> None:
+    other = heads_folders.make_heads(
+        tmp_path / "v2", "cp", tiny_model(), num_speculative_tokens=1
+    )
     hub.add(NAME, other, "v2")
     commit = str(hub.commit(NAME, "v2"))
     assert pinned(f"{NAME}@v2", "config.json") == f"{NAME}@{commit}"
@@ -115,16 +149,23 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory) -> None:
     assert "model.safetensors" not in hub.sent
 
 
-def test_a_hub_that_does_not_answer_is_one_line(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_one_line(
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("model alone", "inspect", "calibrate"):
         line = str(readers.refusal(name, "acme/nobody"))
-        assert "'acme/nobody' is not a folder, and cannot be read from the Hub: 401" in line
+        assert (
+            "'acme/nobody' is not a folder, and cannot be read from the Hub: 401"
+            in line
+        )
     hub.broken = True
     for name in ("model alone", "inspect", "calibrate"):
         assert "cannot be read from the Hub" in str(readers.refusal(name, NAME)), name
 
 
-def test_the_cache_is_enough(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_enough(
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole_folder(NAME)
     hub.broken = True
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -137,18 +178,40 @@ def test_the_cache_is_enough(hub: Hub, readers: Readers, monkeypatch: pytest.Mon
 def test_tokens(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = {NAME}
     assert "cannot be read from the Hub: 401" in str(readers.refusal("inspect", NAME))
-    assert readers.server(spec_model=NAME, hf_token=TOKEN) is not None, "vLLM's --hf-token"
+    assert readers.server(spec_model=NAME, hf_token=TOKEN) is not None, (
+        "vLLM's --hf-token"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-2")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert readers.refusal("inspect", NAME) is None
 
 
-def test_heads_of_a_target_on_the_hub(hub: Hub, tiny_model: Factory, tmp_path: Path) -> None:
+def test_heads_of_a_target_on_the_hub(
+    hub: Hub, tiny_model: Factory, tmp_path: Path
+) -> None:
     hub.add("acme/target", tiny_model())
     data = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30)))
     heads = tmp_path / "heads"
-    train = ["train", "early", "--model", "acme/target", "--data", data, "--out", str(heads)]
-    train += ["--steps", "1", "--batch-size", "1", "--sequence-length", "64", "--precision", "float32"]
+    train = [
+        "train",
+        "early",
+        "--model",
+        "acme/target",
+        "--data",
+        data,
+        "--out",
+        str(heads),
+    ]
+    train += [
+        "--steps",
+        "1",
+        "--batch-size",
+        "1",
+        "--sequence-length",
+        "64",
+        "--precision",
+        "float32",
+    ]
     assert main(train) == 0
     config = load_config(heads)
     assert config.verifier == "acme/target"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/adding-a-kind-of-heads.md: its fifth kind is trained, described, calibrated and planned with."""
+"""docs/adding-a-kind-of-heads.md: its fifth kind is trained, described, calibrated and
+planned with.
+"""
 
 import json
 import re
@@ -23,28 +25,71 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder.mkdir(parents=True)
     for name, code in re.findall(r"```python (\w+\.py)\n(.*?)```", page, re.S):
         (folder / name).write_text(code)
-    assert {path.name for path in folder.iterdir()} == {"config.py", "recipe.py", "calibration.py"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.py",
+        "recipe.py",
+        "calibration.py",
+    }
     (line,) = re.findall(r"```python\n(.*?)\n```", page, re.S)
-    monkeypatch.setattr(vllm_ppd.heads, "__path__", [*vllm_ppd.heads.__path__, str(folder.parent)])
+    monkeypatch.setattr(
+        vllm_ppd.heads, "__path__", [*vllm_ppd.heads.__path__, str(folder.parent)]
+    )
     exec(line, {})
     yield
     KINDS.pop("shift")
-    for name in [name for name in sys.modules if name.startswith("vllm_ppd.heads.shift")]:
+    for name in [
+        name for name in sys.modules if name.startswith("vllm_ppd.heads.shift")
+    ]:
         del sys.modules[name]
 
 
 def test_a_fifth_kind_is_a_folder_and_a_line(
     shift: None, tiny_model: Factory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, heads = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30))), str(tmp_path / "trained")
-    train = ["train", "shift", "--model", str(tiny_model()), "--data", data, "--out", heads, "--steps", "2"]
-    train += ["--batch-size", "2", "--sequence-length", "64", "--precision", "float32", "--device", "cpu"]
+    data = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30)))
+    heads = str(tmp_path / "trained")
+    train = [
+        "train",
+        "shift",
+        "--model",
+        str(tiny_model()),
+        "--data",
+        data,
+        "--out",
+        heads,
+        "--steps",
+        "2",
+    ]
+    train += [
+        "--batch-size",
+        "2",
+        "--sequence-length",
+        "64",
+        "--precision",
+        "float32",
+        "--device",
+        "cpu",
+    ]
     assert main(train) == 0
-    measure = ["calibrate", heads, "--data", data, "--prompts", "4", "--prompt-tokens", "8", "--new-tokens", "8"]
+    measure = [
+        "calibrate",
+        heads,
+        "--data",
+        data,
+        "--prompts",
+        "4",
+        "--prompt-tokens",
+        "8",
+        "--new-tokens",
+        "8",
+    ]
     assert main([*measure, "--device", "cpu"]) == 0
     assert main(["inspect", heads]) == 0
     shown = capsys.readouterr().out
     for words in ("shift", "will load: yes", "calibrated ", "redicted"):
         assert words in shown, words
     assert "a shift of the hidden state" in (Path(heads) / "README.md").read_text()
-    assert json.loads((Path(heads) / "config.json").read_text())["speculators_model_type"] == "shift"
+    assert (
+        json.loads((Path(heads) / "config.json").read_text())["speculators_model_type"]
+        == "shift"
+    )

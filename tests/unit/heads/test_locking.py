@@ -51,5 +51,9 @@ def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
 
 def test_a_file_is_one_by_whatever_path_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
-    with writing_file(tmp_path / "a"), pytest.raises(InUse), writing_file(tmp_path / "link" / "a"):
+    with (
+        writing_file(tmp_path / "a"),
+        pytest.raises(InUse),
+        writing_file(tmp_path / "link" / "a"),
+    ):
         pass

@@ -11,24 +11,39 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.planning import advice, recommend, theorem_4_1
 
-LAYERS, SHARE, TRANSFORM = 10, 0.2, 0.1
-TARGET = TargetLayers(model_type="llama", hidden_size=8, vocab_size=320, num_hidden_layers=LAYERS)
+LAYERS = 10
+SHARE = 0.2
+TRANSFORM = 0.1
+TARGET = TargetLayers(
+    model_type="llama", hidden_size=8, vocab_size=320, num_hidden_layers=LAYERS
+)
 TIMING = {"lm_head_share": SHARE, "transform_in_layers": TRANSFORM}
 
 
 def counts(accepted: float, drafts: int) -> list[dict[str, float]]:
     """Counts with 1, 2, ... drafts, each accepted with a probability if those before it were."""
     tokens = [sum(accepted**i for i in range(n + 1)) for n in range(1, drafts + 1)]
-    return [{"cycles": 100, "drafted": 100 * n, "length": length} for n, length in enumerate(tokens, start=1)]
+    return [
+        {"cycles": 100, "drafted": 100 * n, "length": length}
+        for n, length in enumerate(tokens, start=1)
+    ]
 
 
-@pytest.mark.parametrize("rates", [{2: 0.2, 5: 0.9}, {2: 0.85, 5: 0.9}, {2: 0.05, 5: 0.1}])
+@pytest.mark.parametrize(
+    "rates", [{2: 0.2, 5: 0.9}, {2: 0.85, 5: 0.9}, {2: 0.05, 5: 0.1}]
+)
 def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> None:
-    config = EarlyConfig(verifier="m", target=TARGET, exit_layers=[2, 5], num_speculative_tokens=1)
+    config = EarlyConfig(
+        verifier="m", target=TARGET, exit_layers=[2, 5], num_speculative_tokens=1
+    )
     acceptance = {"Y": {layer: counts(rate, 4) for layer, rate in rates.items()}}
     parts: dict[str, Any] = {
         "timing": TIMING,
-        "matches": {"layers": [2, 5], "match": {}, "acceptance": {"greedy": acceptance, "T 0.8": acceptance}},
+        "matches": {
+            "layers": [2, 5],
+            "match": {},
+            "acceptance": {"greedy": acceptance, "T 0.8": acceptance},
+        },
     }
     chosen = recommend(config, config.parts.model_validate(parts))
     best: tuple[float, int, int] = (0.0, 0, 0)
@@ -46,8 +61,17 @@ def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> Non
 
 
 @pytest.mark.parametrize(("accepted_short", "expected"), [(0.69, 32), (0.4, None)])
-def test_a_draft_vocabulary_is_chosen_where_it_pays(accepted_short: float, expected: int | None) -> None:
-    config = CPConfig(verifier="m", target=TARGET, positions=2, rank=1, num_speculative_tokens=1, token_counts=True)
+def test_a_draft_vocabulary_is_chosen_where_it_pays(
+    accepted_short: float, expected: int | None
+) -> None:
+    config = CPConfig(
+        verifier="m",
+        target=TARGET,
+        positions=2,
+        rank=1,
+        num_speculative_tokens=1,
+        token_counts=True,
+    )
     whole = {"by_drafts": counts(0.7, 1)}
     parts: dict[str, Any] = {
         "timing": TIMING,
@@ -58,11 +82,18 @@ def test_a_draft_vocabulary_is_chosen_where_it_pays(accepted_short: float, expec
     assert chosen["draft_vocab_size"] == expected
 
 
-@pytest.mark.parametrize(("split", "candidates", "rate"), [(6, 1, 0.6), (5, 3, 0.9), (8, 5, 0.0)])
-def test_theorem_4_1_by_the_runs_of_its_proof(split: int, candidates: int, rate: float) -> None:
-    """A run of x tokens takes d + (x - 1) d_bar; a miss begins a new run; candidates add k (d - d_bar) a token."""
+@pytest.mark.parametrize(
+    ("split", "candidates", "rate"), [(6, 1, 0.6), (5, 3, 0.9), (8, 5, 0.0)]
+)
+def test_theorem_4_1_by_the_runs_of_its_proof(
+    split: int, candidates: int, rate: float
+) -> None:
+    """A run of x tokens takes d + (x - 1) d_bar; a miss begins a new run; candidates
+    add k (d - d_bar) a token.
+    """
     rng = random.Random(0)
-    tokens, rounds = 11, 20_000
+    tokens = 11
+    rounds = 20_000
     latency = 0
     for _ in range(rounds):
         hits = sum(rng.random() < rate for _ in range(tokens - 1))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target that heads name: where it is looked for, how another is named, and how one is told from another."""
+"""The target that heads name: where it is looked for, how another is named, and how one
+is told from another.
+"""
 
 import json
 import shutil
@@ -45,7 +47,9 @@ def test_targets_travel_with_a_checkout(
     assert stored_name("models/tiny", "heads/cp") == "models/tiny"
     assert stored_name("models/tiny", tmp_path / "elsewhere") == str(model)
     assert stored_name("org/name", "heads/cp") == "org/name"
-    folder = heads_folders.make_heads(checkout / "heads" / "cp", "cp", Path("models/tiny"))
+    folder = heads_folders.make_heads(
+        checkout / "heads" / "cp", "cp", Path("models/tiny")
+    )
     assert find_target("models/tiny", folder) == "models/tiny"
     moved = tmp_path / "moved"
     checkout.rename(moved)
@@ -58,13 +62,21 @@ def test_targets_travel_with_a_checkout(
     assert config.model_config.model == config.model_config.tokenizer == path
 
 
-def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: Any) -> None:
+def test_a_target_that_is_nowhere(
+    tiny_model: Factory, tmp_path: Path, capsys: Any
+) -> None:
     """It is said which was looked for, and how to name another; naming another works."""
     folder = heads_folders.make_heads(tmp_path / "heads", "cp", tiny_model())
-    edited("speculators_config", "verifier", "name_or_path", value="some/old/path")(folder)
-    with pytest.raises(HeadsError, match=r"target 'some/old/path' of the heads in .*--target"):
+    edited("speculators_config", "verifier", "name_or_path", value="some/old/path")(
+        folder
+    )
+    with pytest.raises(
+        HeadsError, match=r"target 'some/old/path' of the heads in .*--target"
+    ):
         checked(CalibrationOptions(heads=str(folder), data=("-",)))
-    with pytest.raises(HeadsError, match="name it: vllm serve TARGET --speculative-model HEADS"):
+    with pytest.raises(
+        HeadsError, match="name it: vllm serve TARGET --speculative-model HEADS"
+    ):
         EngineArgs(model=str(folder)).create_engine_config()
     assert main(["inspect", str(folder), "--target", str(tiny_model())]) == 0
     assert f"will load: yes, with {tiny_model()}" in capsys.readouterr().out
@@ -72,7 +84,9 @@ def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: A
 
 
 @pytest.mark.parametrize("kind", heads_folders.OF_DEMO)
-def test_stored_fingerprints_hold(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_fingerprints_hold(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = DEMO / "heads" / kind
     config = load_config(folder)
@@ -91,7 +105,9 @@ def compare(folder: Path, **changes: Any) -> str | None:
     return check_target(config, folder, **facts | changes)
 
 
-def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory) -> None:
+def test_matching_target_is_accepted(
+    heads_folder: Factory, tiny_model: Factory
+) -> None:
     folder = heads_folder()
     assert compare(folder) is None
     assert compare(folder, fingerprint=fingerprint(tiny_model())) is None
@@ -105,11 +121,19 @@ def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory)
         ({"hidden_size": 128}, "hidden_size is 64 there, but 128 in this model"),
         ({"vocab_size": 32_000}, "vocab_size is 320 there, but 32000"),
         ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there, but 8"),
-        ({"fingerprint": TargetFingerprint(vocabulary="0")}, "the hash of its vocabulary differs"),
-        ({"fingerprint": TargetFingerprint(lm_head="0"), "strict": True}, "its lm_head has other"),
+        (
+            {"fingerprint": TargetFingerprint(vocabulary="0")},
+            "the hash of its vocabulary differs",
+        ),
+        (
+            {"fingerprint": TargetFingerprint(lm_head="0"), "strict": True},
+            "its lm_head has other",
+        ),
     ],
 )
-def test_other_target_is_refused(heads_folder: Factory, changes: Any, message: str) -> None:
+def test_other_target_is_refused(
+    heads_folder: Factory, changes: Any, message: str
+) -> None:
     with pytest.raises(HeadsError, match=f"{message}.*; use the heads of this model"):
         compare(heads_folder(), **changes)
 
@@ -125,24 +149,34 @@ def copied(model: Path, folder: Path, dtype: torch.dtype, noise: float = 0.0) ->
     return folder
 
 
-@pytest.mark.parametrize(("dtype", "noise"), [(torch.float16, 0.0), (torch.float32, 0.01)])
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [(torch.float16, 0.0), (torch.float32, 0.01)]
+)
 def test_copies_and_fine_tunes_are_warned_about(
     tiny_model: Factory, tmp_path: Path, capsys: Any, dtype: torch.dtype, noise: float
 ) -> None:
     other = copied(tiny_model(), tmp_path / "other", dtype, noise)
     heads = str(heads_folders.make_heads(tmp_path / "heads", "cp", tiny_model()))
-    args = EngineArgs(model=str(other), dtype="float32", speculative_config={"model": heads})
+    args = EngineArgs(
+        model=str(other), dtype="float32", speculative_config={"model": heads}
+    )
     with our_log() as said:
         args.create_engine_config()
     (line,) = said
-    assert "its lm_head has other values (a fine-tune, or a copy in another dtype)" in line
+    assert (
+        "its lm_head has other values (a fine-tune, or a copy in another dtype)" in line
+    )
     assert main(["inspect", heads, "--target", str(other)]) == 0
     assert "Drafts are verified" in capsys.readouterr().out
-    with pytest.raises(HeadsError, match=r"its lm_head has other values .*; use the heads"):
+    with pytest.raises(
+        HeadsError, match=r"its lm_head has other values .*; use the heads"
+    ):
         checked(CalibrationOptions(heads=heads, data=("-",), model=str(other)))
 
 
-def test_unverified_heads_of_other_weights_are_refused(tiny_model: Factory, tmp_path: Path) -> None:
+def test_unverified_heads_of_other_weights_are_refused(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
     heads = str(heads_folders.make_heads(tmp_path / "heads", "dynamo", tiny_model()))
     other = copied(tiny_model(), tmp_path / "other", torch.float32, 0.01)
     asked = {"model": heads, "verify": False}
@@ -155,13 +189,19 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
     configs = {}
     for family in ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_neox"):
         config = AutoConfig.from_pretrained(tiny_model(family))
-        layers = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model.layers
-        shapes = {name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()}
+        layers = AutoModelForCausalLM.from_pretrained(
+            tiny_model(family)
+        ).base_model.layers
+        shapes = {
+            name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+        }
         assert decoder_layer(config) == shapes
         configs[family] = config
     heads = heads_folders.config_of("dynamo", tiny_model())
     check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[\d+\]"):
+    with pytest.raises(
+        HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[\d+\]"
+    ):
         check_layers(heads, tmp_path, configs["qwen3"])
 
 
@@ -175,7 +215,13 @@ def test_the_lm_head_is_told_by_values_shape_and_dtype(tmp_path: Path) -> None:
     values = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
     changed = values.clone()
     changed[299, 3] += 1
-    variants = [values, changed, values.reshape(600, 8), values.half(), values.bfloat16()]
+    variants = [
+        values,
+        changed,
+        values.reshape(600, 8),
+        values.half(),
+        values.bfloat16(),
+    ]
     hashes = [hashed(tmp_path / str(i), variant) for i, variant in enumerate(variants)]
     assert None not in hashes and len({*hashes}) == len(variants)
     assert hashed(tmp_path / "again", values) == hashes[0]
@@ -190,9 +236,15 @@ def test_a_tokenizer_written_otherwise_is_the_same(tmp_path: Path) -> None:
         return fingerprint(folder).vocabulary
 
     added = [{"id": 2, "content": "<end>", "special": True}]
-    ours = made("ours", model={"type": "BPE", "vocab": {"a": 0, "b": 1}}, added_tokens=added)
-    again = made("again", model={"vocab": {"b": 1, "a": 0}, "fuse_unk": True}, added_tokens=added)
-    listed = made("listed", model={"vocab": [["a", -1.0], ["b", -2.0]]}, added_tokens=added)
+    ours = made(
+        "ours", model={"type": "BPE", "vocab": {"a": 0, "b": 1}}, added_tokens=added
+    )
+    again = made(
+        "again", model={"vocab": {"b": 1, "a": 0}, "fuse_unk": True}, added_tokens=added
+    )
+    listed = made(
+        "listed", model={"vocab": [["a", -1.0], ["b", -2.0]]}, added_tokens=added
+    )
     assert ours == again == listed
     assert made("other", model={"vocab": {"a": 1, "b": 0}}, added_tokens=added) != ours
     assert made("strange", model={"type": "BPE"}) is None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary-parallel top-k against a direct one; copies in paged KV caches against vLLM's own writes."""
+"""The vocabulary-parallel top-k against a direct one; copies in paged KV caches against
+vLLM's own writes.
+"""
 
 import pytest
 import torch
@@ -8,13 +10,16 @@ from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
 from vllm_ppd.kernels.topk import merge_topk, shard_topk
 
 
-def sharded(logits: torch.Tensor, shards: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sharded(
+    logits: torch.Tensor, shards: int, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel as tensor-parallel ranks run it: equal padded shards, then the merge."""
     vocab = logits.shape[1]
     width = -(-vocab // shards)
     parts = []
     for rank in range(shards):
-        start, stop = rank * width, min((rank + 1) * width, vocab)
+        start = rank * width
+        stop = min((rank + 1) * width, vocab)
         # Padding holds what a real LM head's padding may hold: anything.
         padded = torch.full((logits.shape[0], width), 1e4)
         padded[:, : stop - start] = logits[:, start:stop]
@@ -23,10 +28,14 @@ def sharded(logits: torch.Tensor, shards: int, k: int) -> tuple[torch.Tensor, to
     assert least == min(k, vocab - (shards - 1) * width)
     values = torch.stack([part.values[:, :least] for part in parts], dim=1)
     ids = torch.stack([part.token_ids[:, :least] for part in parts], dim=1)
-    return merge_topk(values, ids, torch.stack([part.logsumexp for part in parts], dim=1), least)
+    return merge_topk(
+        values, ids, torch.stack([part.logsumexp for part in parts], dim=1), least
+    )
 
 
-@pytest.mark.parametrize(("vocab", "k"), [(4, 1), (257, 1), (1000, 1), (32_000, 1), (301, 5)])
+@pytest.mark.parametrize(
+    ("vocab", "k"), [(4, 1), (257, 1), (1000, 1), (32_000, 1), (301, 5)]
+)
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_top_k_is_the_whole_vocabulary_s(vocab: int, k: int, shards: int) -> None:
     logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
@@ -60,10 +69,14 @@ def test_k_out_of_range(k: int) -> None:
         shard_topk(torch.zeros(1, 10), k, 0, 8)
 
 
-HEADS, SIZE, HEAD_DIM = 2, 32, 64
+HEADS = 2
+SIZE = 32
+HEAD_DIM = 64
 
 
-def write_kv(cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+def write_kv(
+    cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
     """As vLLM's CPU attention writes keys and values [tokens, heads, head size]."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -78,7 +91,9 @@ ORDERS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True
 
 
 @pytest.fixture
-def cache_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+def cache_dtype(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> torch.dtype:
     """The type of a cache whose order is vLLM's for a processor with AMX, or one without it."""
     dtype, amx = request.param
     if amx and not torch.cpu._is_avx512_bf16_supported():
@@ -87,10 +102,15 @@ def cache_dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return dtype
 
 
-def three_full_blocks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def three_full_blocks(
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Keys, values, and the caches of two layers that hold them."""
     generator = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
+    key, value = (
+        torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        for _ in range(2)
+    )
     layers = [torch.zeros(3, HEADS, SIZE, 2 * HEAD_DIM, dtype=dtype) for _ in range(2)]
     for layer in layers:
         write_kv(layer, torch.arange(3 * SIZE), key, value)
@@ -98,7 +118,9 @@ def three_full_blocks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, l
 
 
 @pytest.mark.parametrize("cache_dtype", ORDERS, indirect=True)
-def test_copied_blocks_are_those_vllm_would_have_written(cache_dtype: torch.dtype) -> None:
+def test_copied_blocks_are_those_vllm_would_have_written(
+    cache_dtype: torch.dtype,
+) -> None:
     key, value, layers = three_full_blocks(cache_dtype)
     expected = torch.zeros_like(layers[0])
     for tensor in (key, value):
@@ -109,10 +131,13 @@ def test_copied_blocks_are_those_vllm_would_have_written(cache_dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("cache_dtype", ORDERS, indirect=True)
-def test_copied_entries_are_those_vllm_would_have_written(cache_dtype: torch.dtype) -> None:
+def test_copied_entries_are_those_vllm_would_have_written(
+    cache_dtype: torch.dtype,
+) -> None:
     key, value, layers = three_full_blocks(cache_dtype)
     expected = torch.zeros_like(layers[0])
-    source, target = torch.tensor([5, SIZE]), torch.tensor([2 * SIZE + 31, SIZE + 8])
+    source = torch.tensor([5, SIZE])
+    target = torch.tensor([2 * SIZE + 31, SIZE + 8])
     for tensor in (key, value):
         tensor[target] = tensor[source]
     write_kv(expected, torch.arange(3 * SIZE), key, value)
@@ -122,9 +147,18 @@ def test_copied_entries_are_those_vllm_would_have_written(cache_dtype: torch.dty
 
 
 def write_numbers(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
-    write_kv(cache, torch.tensor([slot]), *numbers.to(cache.dtype).view(2, 1, HEADS, HEAD_DIM))
+    write_kv(
+        cache,
+        torch.tensor([slot]),
+        *numbers.to(cache.dtype).view(2, 1, HEADS, HEAD_DIM),
+    )
 
 
 def test_entries_that_share_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"do not divide a block of 32 numbers; copy whole blocks instead"):
-        entry_places(lambda cache, slot, numbers: cache.fill_(1), torch.zeros(1, 1, 4, 8))
+    with pytest.raises(
+        ValueError,
+        match=r"do not divide a block of 32 numbers; copy whole blocks instead",
+    ):
+        entry_places(
+            lambda cache, slot, numbers: cache.fill_(1), torch.zeros(1, 1, 4, 8)
+        )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels against their torch references: on the GPU where there is one, else in Triton's interpreter.
+"""The Triton kernels against their torch references: on the GPU where there is one,
+else in Triton's interpreter.
 
-Each file of triton_cases runs in a process of its own: the interpreter must be chosen before Triton is imported.
+Each file of triton_cases runs in a process of its own: the interpreter must be chosen
+before Triton is imported.
 """
 
 import importlib
@@ -28,7 +30,9 @@ def run(path: Path) -> str:
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     return result.stdout
 
@@ -38,16 +42,24 @@ def test_kernels(path: Path) -> None:
     assert " passed" in run(path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the cases above compile and run the kernels here")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the cases above compile and run the kernels here"
+)
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "90"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     compiled = set(result.stdout.split())
     for module in MODULES:
         names = vars(importlib.import_module(f"vllm_ppd.kernels.{module}_triton"))
-        launched = {name for name, value in names.items() if isinstance(value, triton.JITFunction) and name[0] == "_"}
+        launched = {
+            name
+            for name, value in names.items()
+            if isinstance(value, triton.JITFunction) and name[0] == "_"
+        }
         helpers = {
             "_blurred",
             "_digits",
@@ -76,11 +88,16 @@ def test_a_kernel_has_its_reference_s_signature(module: str) -> None:
     shared = [
         name
         for name, function in vars(implementation).items()
-        if inspect.isfunction(function) and function.__module__ == implementation.__name__ and hasattr(reference, name)
+        if inspect.isfunction(function)
+        and function.__module__ == implementation.__name__
+        and hasattr(reference, name)
     ]
     assert shared
     for name in shared:
-        ours, theirs = (inspect.signature(getattr(m, name), eval_str=True) for m in (implementation, reference))
+        ours, theirs = (
+            inspect.signature(getattr(m, name), eval_str=True)
+            for m in (implementation, reference)
+        )
         assert ours == theirs, name
         assert namesake(getattr(reference, name)) is getattr(implementation, name)
 

@@ -9,12 +9,18 @@ from vllm_ppd.kernels import unembedding_loss
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
 
 
-@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)])
-def test_large_vocabularies_are_read_for_many_rows_at_once(vocabulary: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)]
+)
+def test_large_vocabularies_are_read_for_many_rows_at_once(
+    vocabulary: int, rows: int
+) -> None:
     assert unembedding_loss.rows_a_chunk(torch.empty(vocabulary, 1)) == rows
 
 
-def assert_same(ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, direct: torch.Tensor) -> None:
+def assert_same(
+    ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, direct: torch.Tensor
+) -> None:
     """Losses, and the gradients of a weighted sum of them in the states."""
     torch.testing.assert_close(actual, direct)
     weights = torch.randn_like(direct)
@@ -24,12 +30,15 @@ def assert_same(ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, d
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_losses_equal_plain_autograd(
+    monkeypatch: pytest.MonkeyPatch, bias: bool
+) -> None:
     """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
     torch.manual_seed(0)
     monkeypatch.setitem(unembedding_loss.CHUNK_ELEMENTS, "cpu", 3 * 50)
     monkeypatch.setattr(unembedding_loss, "LEAST_ROWS", 1)
-    matrix, shift = torch.randn(50, 8), torch.randn(50) if bias else None
+    matrix = torch.randn(50, 8)
+    shift = torch.randn(50) if bias else None
 
     def log_probs(states: torch.Tensor) -> torch.Tensor:
         return functional.log_softmax(functional.linear(states, matrix, shift), -1)
@@ -44,7 +53,8 @@ def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool
         assert_same(ours, plain, token_log_probs(ours, tokens, matrix, shift), direct)
 
     (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
-    log_p, log_q = log_probs(teacher), log_probs(plain)
+    log_p = log_probs(teacher)
+    log_q = log_probs(plain)
     actual, match = kl_to_teacher(ours, teacher, matrix, shift)
     assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
     assert_same(ours, plain, actual, (log_p.exp() * (log_p - log_q)).sum(-1))

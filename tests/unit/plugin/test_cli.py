@@ -20,7 +20,9 @@ GIVEN = ["--model", "m", "--data", "d", "--out", "o"]
 def parsed(kind: str, *words: str) -> Any:
     """The options that `ppd train` would run with."""
     seen = []
-    command = Command("", "", lambda options: seen.append(options) or 0, KINDS[kind].options)
+    command = Command(
+        "", "", lambda options: seen.append(options) or 0, KINDS[kind].options
+    )
     assert main(words, {"train": command}) == 0
     return seen[0]
 
@@ -47,24 +49,58 @@ def test_help_of_every_command(command: str, capsys: Any) -> None:
 
 
 def test_values_of_flags() -> None:
-    made = parsed("cp", "train", *GIVEN, "--layers", "2,4", "--condition", "recurrent", "--betas", "0.8,0.9")
-    assert made == KINDS["cp"].options(
-        model="m", data=("d",), out="o", layers=(2, 4), condition="recurrent", betas=(0.8, 0.9)
+    made = parsed(
+        "cp",
+        "train",
+        *GIVEN,
+        "--layers",
+        "2,4",
+        "--condition",
+        "recurrent",
+        "--betas",
+        "0.8,0.9",
     )
-    words = ["train", "--data", "a,b.jsonl", 'x={"y": [1, 2]}', "--model", "m", "--out", "o"]
-    made = parsed("early", *words, "--train-on-prompts", "--steps", "3", "--exit-layers", "1")
+    assert made == KINDS["cp"].options(
+        model="m",
+        data=("d",),
+        out="o",
+        layers=(2, 4),
+        condition="recurrent",
+        betas=(0.8, 0.9),
+    )
+    words = [
+        "train",
+        "--data",
+        "a,b.jsonl",
+        'x={"y": [1, 2]}',
+        "--model",
+        "m",
+        "--out",
+        "o",
+    ]
+    made = parsed(
+        "early", *words, "--train-on-prompts", "--steps", "3", "--exit-layers", "1"
+    )
     assert made.data == ("a,b.jsonl", 'x={"y": [1, 2]}')
     assert (made.train_on_prompts, made.steps, made.exit_layers) == (True, 3, (1,))
     assert type(made) is KINDS["early"].options
 
 
-def test_a_yaml_file_gives_options_and_flags_take_precedence(tmp_path: Path, capsys: Any) -> None:
+def test_a_yaml_file_gives_options_and_flags_take_precedence(
+    tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text("model: m\ndata: [a, b]\nout: o\nsteps: 5\nlearning_rate: 0.5\nexit_layers: [1, 2]\n")
+    file.write_text(
+        "model: m\ndata: [a, b]\nout: o\nsteps: 5\nlearning_rate: 0.5\nexit_layers: "
+        "[1, 2]\n"
+    )
     made = parsed("early", "train", "--config", str(file), "--steps", "7")
     assert (made.data, made.steps, made.learning_rate) == (("a", "b"), 7, 0.5)
     assert made.exit_layers == (1, 2)
-    for content, message in (("a: 1\nb", "no YAML file of options"), ("stepz: 5", "--stepz")):
+    for content, message in (
+        ("a: 1\nb", "no YAML file of options"),
+        ("stepz: 5", "--stepz"),
+    ):
         file.write_text(content)
         assert main(["train", "early", *GIVEN, "--config", str(file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -78,13 +114,28 @@ def test_a_yaml_file_gives_options_and_flags_take_precedence(tmp_path: Path, cap
     [
         (["trian"], "unknown command 'trian'; give one of fit, data, train"),
         (["train", "eagle"], "unknown command 'eagle'; give one of "),
-        (["fit", "m", "--out", "o", "--minuts", "3"], "unrecognized arguments: --minuts"),
-        (["fit", "m", "--out", "o", "--minutes", "x"], "--minutes x: input should be a valid number"),
-        (["fit", "m", "--out", "o", "--minutes", "0"], "--minutes 0: input should be greater than 0"),
+        (
+            ["fit", "m", "--out", "o", "--minuts", "3"],
+            "unrecognized arguments: --minuts",
+        ),
+        (
+            ["fit", "m", "--out", "o", "--minutes", "x"],
+            "--minutes x: input should be a valid number",
+        ),
+        (
+            ["fit", "m", "--out", "o", "--minutes", "0"],
+            "--minutes 0: input should be greater than 0",
+        ),
         (["fit", "m"], "--out: field required"),
         (["fit", "--out", "o"], "the following arguments are required: MODEL"),
-        (["data", "--model", "m", "--out", "o", "--precision", "int4"], "--precision int4: input should be"),
-        (["train", "cp", *GIVEN, "--rank", "0"], "--rank 0: input should be greater than"),
+        (
+            ["data", "--model", "m", "--out", "o", "--precision", "int4"],
+            "--precision int4: input should be",
+        ),
+        (
+            ["train", "cp", *GIVEN, "--rank", "0"],
+            "--rank 0: input should be greater than",
+        ),
     ],
 )
 def test_errors_are_one_line(words: list[str], message: str, capsys: Any) -> None:
@@ -104,7 +155,10 @@ def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> No
         assert main(["inspect", folder, flag, str(tiny_model("qwen2"))]) == 2
         assert "hidden_size is" in capsys.readouterr().err
     assert main(["inspect", folder, "--target", folder + "/.."]) == 2
-    assert "the folder has no config.json; give the folder of a model" in capsys.readouterr().err
+    assert (
+        "the folder has no config.json; give the folder of a model"
+        in capsys.readouterr().err
+    )
     assert main(["inspect", folder, "--target", "/nowhere"]) == 0
     assert "will load: not known: " in capsys.readouterr().out
     assert main(["inspect", "/nowhere"]) == 2
@@ -112,18 +166,37 @@ def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> No
 
 @pytest.mark.parametrize("command", ["train", "data", "fit", "calibrate"])
 def test_what_cannot_be_written_is_named(
-    tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, command: str
+    tiny_model: Factory,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    command: str,
 ) -> None:
     """In one line, before any work is done: a path below a file, and a folder that is read-only."""
     (tmp_path / "file").write_text("")
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text, which is long enough for a window"}\n' * 20)
-    model, out = str(tiny_model()), str(tmp_path / "file" / "out.jsonl")
+    model = str(tiny_model())
+    out = str(tmp_path / "file" / "out.jsonl")
     words = {
-        "train": ["train", "early", "--model", model, "--data", str(data), "--sequence-length", "8"],
+        "train": [
+            "train",
+            "early",
+            "--model",
+            model,
+            "--data",
+            str(data),
+            "--sequence-length",
+            "8",
+        ],
         "data": ["data", "--model", model, "--prompts", str(data)],
         "fit": ["fit", model, "--prompts", str(data)],
-        "calibrate": ["calibrate", str(DEMO.parent / "heads" / "early"), "--data", str(data)],
+        "calibrate": [
+            "calibrate",
+            str(DEMO.parent / "heads" / "early"),
+            "--data",
+            str(data),
+        ],
     }[command]
     if command == "calibrate":
         words += ["--prompts", "1"]

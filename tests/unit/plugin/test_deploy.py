@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of deploy/: the dashboard asks for metrics that exist, the image has all it needs, flags are known."""
+"""The files of deploy/: the dashboard asks for metrics that exist, the image has all it
+needs, flags are known.
+"""
 
 import inspect
 import json
@@ -21,22 +23,41 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 DEPLOY = ROOT / "deploy"
-LABELS = {"model_name", "engine", "position", "le", "reason"}  # of vLLM's series, and of ours
+LABELS = {
+    "model_name",
+    "engine",
+    "position",
+    "le",
+    "reason",
+}  # of vLLM's series, and of ours
 
 
 def test_dashboard_shows_metrics_that_exist() -> None:
-    panels = [panel for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"] if panel["type"] != "row"]
+    panels = [
+        panel
+        for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+        if panel["type"] != "row"
+    ]
     asked = "\n".join(target["expr"] for panel in panels for target in panel["targets"])
     ours = set(re.findall(r"ppd:(\w+)_total\b", asked))
     assert ours == {name.partition("/")[0] for name in COUNTERS}, (
         "a counter of ours that is not shown, or one that is not there"
     )
-    assert asked.count("ppd:") == len(re.findall(r"ppd:\w+_total\b", asked)), "Prometheus names counters ..._total"
-    known = set(re.findall(r"\"(vllm:\w+)\"", inspect.getsource(loggers) + inspect.getsource(spec_decode)))
+    assert asked.count("ppd:") == len(re.findall(r"ppd:\w+_total\b", asked)), (
+        "Prometheus names counters ..._total"
+    )
+    known = set(
+        re.findall(
+            r"\"(vllm:\w+)\"",
+            inspect.getsource(loggers) + inspect.getsource(spec_decode),
+        )
+    )
     for name in set(re.findall(r"vllm:\w+", asked)):
         assert re.sub("_(total|bucket)$", "", name) in known, name
     for expression in asked.splitlines():
-        assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
+        assert expression.count("(") == expression.count(")") and expression.count(
+            "{"
+        ) == expression.count("}")
         for labels in re.findall(r"(?:by|ignoring) \((\w+)\)", expression):
             assert labels in LABELS, expression
     ids = [panel["id"] for panel in panels]
@@ -45,40 +66,59 @@ def test_dashboard_shows_metrics_that_exist() -> None:
 
 def test_image_is_sound() -> None:
     linter = Path(sys.executable).with_name("hadolint")
-    run = subprocess.run([linter, DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    run = subprocess.run(
+        [linter, DEPLOY / "Dockerfile"], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_image_has_what_the_package_is_built_of() -> None:
     copied = {
-        word for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")
+        word
+        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
+        if line.startswith("COPY ")
         for word in line.split()[1:-1]
-    }  # fmt: skip
+    }
     built = (ROOT / "pyproject.toml").read_text()
     folders = re.findall(r"^\"vllm_ppd\.\w+\" = \"(\w+)\"$", built, re.MULTILINE)
     assert set(folders) | {"pyproject.toml", "README.md", "LICENSE"} == copied
-    version = re.search(r"^ARG VLLM=v(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    assert version is not None and f'VLLM = "{version[1]}"' in (ROOT / ".ci" / "install.py").read_text()
+    version = re.search(
+        r"^ARG VLLM=v(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
+    )
+    assert (
+        version is not None
+        and f'VLLM = "{version[1]}"' in (ROOT / ".ci" / "install.py").read_text()
+    )
 
 
 def test_deployment_serves_as_vllm_is_served() -> None:
     register()
     parts: dict[str, Any] = {
-        part["kind"]: part for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+        part["kind"]: part
+        for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     }
     pod = parts["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(container["args"][1:])
     assert hub_name(args.spec_model) is not None
     assert pod["spec"]["restartPolicy"] == "Always"
-    # A rolling update would start a pod that waits for a volume and a GPU which the old one holds.
+    # A rolling update would start a pod that waits for a volume and a GPU which the old
+    # one holds.
     assert parts["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert parts["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert ports["http"] == args.port == int(pod["metadata"]["annotations"]["prometheus.io/port"])
+    assert (
+        ports["http"]
+        == args.port
+        == int(pod["metadata"]["annotations"]["prometheus.io/port"])
+    )
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     selector = parts["Service"]["spec"]["selector"]
-    assert selector == parts["Deployment"]["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert (
+        selector
+        == parts["Deployment"]["spec"]["selector"]["matchLabels"]
+        == pod["metadata"]["labels"]
+    )

@@ -38,16 +38,28 @@ sys.exit(main(sys.argv[1:]))
 
 def begin(words: list[str], log: Path, fake: bool) -> int:
     """Start a fit; returns the ID of its process."""
-    environment = {name: v for name, v in os.environ.items() if not name.startswith("VLLM_")}
+    environment = {
+        name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
     with log.open("a") as file:
-        return subprocess.Popen([sys.executable, *program, *words], stdout=file, stderr=file, env=environment).pid
+        return subprocess.Popen(
+            [sys.executable, *program, *words],
+            stdout=file,
+            stderr=file,
+            env=environment,
+        ).pid
 
 
-@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])])
-def test_a_fit_that_is_killed_at_every_step_ends_with_heads(tmp_path: Path, tiny_model: Factory, fake: bool) -> None:
-    out, log = tmp_path / "heads", tmp_path / "log"
+@pytest.mark.parametrize(
+    "fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])]
+)
+def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
+    tmp_path: Path, tiny_model: Factory, fake: bool
+) -> None:
+    out = tmp_path / "heads"
+    log = tmp_path / "log"
     model = str(DEMO) if not fake else str(tiny_model())
     words = ["fit", model, "--out", str(out), "--minutes", "0.01"]
     for condition in (*KILLS, lambda _: False):
@@ -57,31 +69,51 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(tmp_path: Path, tiny
         if not ended[0]:
             os.kill(process, signal.SIGKILL)
             ended = os.waitpid(process, 0)
-        assert os.waitstatus_to_exitcode(ended[1]) in (0, -signal.SIGKILL), log.read_text()
+        assert os.waitstatus_to_exitcode(ended[1]) in (0, -signal.SIGKILL), (
+            log.read_text()
+        )
     assert not ended[1], log.read_text()
     assert check_folder(out).kind == "cp" and not (out / ".training").exists()
     assert load_calibration(out)
     text = log.read_text()
     assert "step 3 of 3: calibration" in text and "predicted" in text.lower()
     training, held_out = (
-        [json.loads(line) for line in (Path(f"{out}.fit") / name).read_text().splitlines()]
+        [
+            json.loads(line)
+            for line in (Path(f"{out}.fit") / name).read_text().splitlines()
+        ]
         for name in ("training.jsonl", "held-out.jsonl")
     )
-    asked = [{json.dumps(chat["prompt_token_ids"]) for chat in chats} for chats in (training, held_out)]
+    asked = [
+        {json.dumps(chat["prompt_token_ids"]) for chat in chats}
+        for chats in (training, held_out)
+    ]
     assert training and held_out and not asked[0] & asked[1]
 
 
-def test_other_options_and_heads_are_not_mixed(tmp_path: Path, tiny_model: Factory, capsys: Any) -> None:
+def test_other_options_and_heads_are_not_mixed(
+    tmp_path: Path, tiny_model: Factory, capsys: Any
+) -> None:
     out = tmp_path / "heads"
     folder = Path(f"{out}.fit")
     folder.mkdir()
-    theirs: dict[str, Any] = {"model": str(tiny_model()), "minutes": 5.0, "prompts": [], "seed": 0}
+    theirs: dict[str, Any] = {
+        "model": str(tiny_model()),
+        "minutes": 5.0,
+        "prompts": [],
+        "seed": 0,
+    }
     (folder / "options.json").write_text(json.dumps(theirs))
     assert main(["fit", str(tiny_model()), "--out", str(out)]) == 2
-    assert "is of a fit with minutes=5.0, but this run has 60.0" in capsys.readouterr().err
+    assert (
+        "is of a fit with minutes=5.0, but this run has 60.0" in capsys.readouterr().err
+    )
     heads = str(DEMO.parent / "heads" / "cp")
     assert main(["fit", str(tiny_model()), "--out", heads]) == 2
-    assert "already holds heads; delete it or give another folder" in capsys.readouterr().err
+    assert (
+        "already holds heads; delete it or give another folder"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_engine_ends_with_the_process_that_asks_for_it() -> None:

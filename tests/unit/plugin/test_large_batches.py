@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting must not cost an engine throughput at loads that take a step out of its memory-bound range.
+"""Drafting must not cost an engine throughput at loads that take a step out of its
+memory-bound range.
 
-A deterministic simulation: the start-up measurement and the choice are the real ones, and a roofline gives the seconds
-of each step. A table that ends below these batch sizes lets drafting go on at a loss.
+A deterministic simulation: the start-up measurement and the choice are the real ones,
+and a roofline gives the seconds of each step. A table that ends below these batch sizes
+lets drafting go on at a loss.
 """
 
 import types
@@ -18,8 +20,12 @@ from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 DRAFTS = 3
 MAX_REQUESTS = 256
 LOADS = (1, 16, 32, 64, 96, 128, 192, 256)
-BANDWIDTH = 0.8 * 4.8e12  # bytes per second of an H200, at the share of it that kernels reach
-BF16, FP8 = 0.7 * 989e12, 0.7 * 1979e12  # operations per second
+BANDWIDTH = (
+    0.8 * 4.8e12
+)  # bytes per second of an H200, at the share of it that kernels reach
+# operations per second
+BF16 = 0.7 * 989e12
+FP8 = 0.7 * 1979e12
 
 
 class Roofline(NamedTuple):
@@ -33,7 +39,10 @@ class Roofline(NamedTuple):
 
     def step(self, requests: int, drafts: int) -> float:
         tokens = requests * (1 + drafts)
-        seconds = max(self.weights / BANDWIDTH, tokens * self.operations / self.peak) + self.overhead
+        seconds = (
+            max(self.weights / BANDWIDTH, tokens * self.operations / self.peak)
+            + self.overhead
+        )
         if drafts:
             seconds += self.drafting
         return seconds
@@ -56,24 +65,38 @@ def measured_costs(engine: Roofline, monkeypatch: pytest.MonkeyPatch) -> StepCos
         now += 10 * sum(seconds) + 0.01
         return seconds
 
-    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    table = measure.measure_table(time_steps, MAX_REQUESTS, [0, DRAFTS], lambda value: value)
+    monkeypatch.setattr(
+        measure, "time", types.SimpleNamespace(perf_counter=lambda: now)
+    )
+    table = measure.measure_table(
+        time_steps, MAX_REQUESTS, [0, DRAFTS], lambda value: value
+    )
     return StepCosts(table)
 
 
-def speedup(engine: Roofline, costs: StepCosts, requests: int, acceptance: float, steps: int = 1500) -> float:
+def speedup(
+    engine: Roofline,
+    costs: StepCosts,
+    requests: int,
+    acceptance: float,
+    steps: int = 1500,
+) -> float:
     """Throughput relative to the engine without drafts, scheduled asynchronously."""
     choice = ScheduledDrafts(DRAFTS, None, MAX_REQUESTS)
     choice.follow(costs)
     rng = np.random.default_rng(0)
     names = [str(i) for i in range(requests)]
-    tokens, seconds, drafts = 0, 0.0, 0
+    tokens = 0
+    seconds = 0.0
+    drafts = 0
     unseen = None  # a step's result is known after the next one is scheduled
     for _ in range(steps):
         next_drafts = choice[requests]
         emitted = np.ones(requests, dtype=int)
         if drafts:
-            emitted += np.cumprod(rng.random((requests, DRAFTS)) < acceptance, axis=1).sum(axis=1)
+            emitted += np.cumprod(
+                rng.random((requests, DRAFTS)) < acceptance, axis=1
+            ).sum(axis=1)
         if unseen is not None:
             choice.observe(*unseen)
         everyone = [True] * requests
@@ -86,14 +109,18 @@ def speedup(engine: Roofline, costs: StepCosts, requests: int, acceptance: float
 
 @pytest.mark.parametrize("length", [1.3, 1.6, 2.2])
 @pytest.mark.parametrize("name", ENGINES)
-def test_never_slower_at_any_load(name: str, length: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`length` is the number of tokens of a step with three drafts; without the largest batch in the table a cell has
-    0.37 of the throughput."""
+def test_never_slower_at_any_load(
+    name: str, length: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`length` is the number of tokens of a step with three drafts; without the
+    largest batch in the table a cell has 0.37 of the throughput."""
     engine = ENGINES[name]
     costs = measured_costs(engine, monkeypatch)
     roots = np.roots([1, 1, 1, 1 - length])
     acceptance = float(roots[np.isreal(roots)].real[0])
-    result = {requests: speedup(engine, costs, requests, acceptance) for requests in LOADS}
+    result = {
+        requests: speedup(engine, costs, requests, acceptance) for requests in LOADS
+    }
     assert min(result.values()) >= 0.97, result
 
 

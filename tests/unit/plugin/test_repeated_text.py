@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests can look drafts up: the scheduler's view is that of a search through the whole text."""
+"""Which requests can look drafts up: the scheduler's view is that of a search through
+the whole text.
+"""
 
 import numpy as np
 import pytest
@@ -10,13 +12,16 @@ from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 def occurred_before(text: list[int], shortest: int) -> bool:
     """Whether the last tokens of a text have a place before, with a token after it."""
     last = text[-shortest:]
-    return len(text) > shortest and any(text[i : i + shortest] == last for i in range(len(text) - shortest))
+    return len(text) > shortest and any(
+        text[i : i + shortest] == last for i in range(len(text) - shortest)
+    )
 
 
 @pytest.mark.parametrize("shortest", [1, 2, 3, 7])
 def test_it_is_what_a_search_finds(shortest: int) -> None:
     rng = np.random.default_rng(shortest)
-    texts, seen = RepeatedText(shortest), set()
+    texts = RepeatedText(shortest)
+    seen = set()
     for name in "abcd":
         text = rng.integers(0, 2 if shortest == 7 else 4, 120)
         length = int(rng.integers(1, 9))

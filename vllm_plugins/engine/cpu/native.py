@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runner V2 on a CPU without Triton, with our kernels in place of Triton's.
+"""vLLM's model runner V2 on a CPU without Triton, with our kernels in place of
+Triton's.
 
-vLLM has a runner V2 for the CPU. It lacks only the kernels there, without a Triton that compiles for
-CPUs. Where vLLM finds one, or brings a kernel of its own, ours does not run.
+vLLM has a runner V2 for the CPU. It lacks only the kernels there, without a Triton that
+compiles for CPUs. Where vLLM finds one, or brings a kernel of its own, ours does not
+run.
 """
 
 import functools
@@ -39,13 +41,21 @@ KERNELS: dict[str, Callable[..., None]] = {
     f"{RUNNER}.block_table._compute_slot_mappings_kernel": tables.compute_slot_mappings,
     f"{RUNNER}.input_batch._prepare_prefill_inputs_kernel": inputs.prepare_prefill_inputs,
     f"{RUNNER}.input_batch._prepare_pos_seq_lens_kernel": inputs.prepare_pos_seq_lens,
-    f"{RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": inputs.combine_sampled_and_draft_tokens,
-    f"{RUNNER}.input_batch._get_num_sampled_and_rejected_kernel": inputs.get_num_sampled_and_rejected,
+    f"{RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": (
+        inputs.combine_sampled_and_draft_tokens
+    ),
+    f"{RUNNER}.input_batch._get_num_sampled_and_rejected_kernel": (
+        inputs.get_num_sampled_and_rejected
+    ),
     f"{RUNNER}.input_batch._post_update_kernel": inputs.post_update,
-    f"{RUNNER}.input_batch._post_update_num_computed_tokens_kernel": inputs.post_update_num_computed_tokens,
+    f"{RUNNER}.input_batch._post_update_num_computed_tokens_kernel": (
+        inputs.post_update_num_computed_tokens
+    ),
     f"{RUNNER}.input_batch._expand_idx_mapping_kernel": inputs.expand_idx_mapping,
     f"{RUNNER}.mm.rope._prepare_rope_positions_kernel": rope.prepare_rope_positions,
-    f"{RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": prompt_embeds.apply_prompt_embeds,
+    f"{RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": (
+        prompt_embeds.apply_prompt_embeds
+    ),
     f"{RUNNER}.metrics.logits._num_nans_kernel": sampling.count_nans,
     f"{RUNNER}.sample.bad_words._bad_words_kernel": penalties.apply_bad_words,
     f"{RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
@@ -58,18 +68,29 @@ KERNELS: dict[str, Callable[..., None]] = {
     f"{RUNNER}.sample.output._compact_sampling_mask_kernel": sampling.compact_sampling_mask,
     f"{RUNNER}.sample.penalties._penalties_kernel": penalties.apply_penalties,
     f"{RUNNER}.sample.penalties._bincount_kernel": penalties.count_tokens,
-    f"{RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": logprobs.prompt_logprobs_token_ids,
-    f"{RUNNER}.sample.thinking_budget._update_committed_marker_cache_kernel": thinking_budget.update_committed_markers,
-    f"{RUNNER}.sample.thinking_budget._thinking_budget_kernel": thinking_budget.apply_thinking_budget,
+    f"{RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
+        logprobs.prompt_logprobs_token_ids
+    ),
+    f"{RUNNER}.sample.thinking_budget._update_committed_marker_cache_kernel": (
+        thinking_budget.update_committed_markers
+    ),
+    f"{RUNNER}.sample.thinking_budget._thinking_budget_kernel": (
+        thinking_budget.apply_thinking_budget
+    ),
     f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
     f"{RUNNER}.spec_decode.ngram.speculator._ngram_scan_kernel": speculation.ngram_scan,
     f"{RUNNER}.spec_decode.ngram.speculator._ngram_finalize_kernel": speculation.ngram_finalize,
     f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": speculation.flatten_sampled,
-    f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": speculation.gather_draft_sampled,
-    f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": structured_output.apply_grammar_bitmask,
+    f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (
+        speculation.gather_draft_sampled
+    ),
+    f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
+        structured_output.apply_grammar_bitmask
+    ),
 }
 
-# Modules of vLLM with kernels of which there is none here, and the setting that reaches them.
+# Modules of vLLM with kernels of which there is none here, and the setting that reaches
+# them.
 MISSING = {
     f"{RUNNER}.cp_utils": "--decode-context-parallel-size",
     f"{RUNNER}.sample.batch_shard": "--enable-batch-sharded-sampling",
@@ -84,7 +105,9 @@ MISSING = {
 
 
 def missing_kernels(module: str) -> str | None:
-    """The setting that reaches a module's, or a kernel's, entry in MISSING; None without an entry."""
+    """The setting that reaches a module's, or a kernel's, entry in MISSING; None
+    without an entry.
+    """
     while module:
         if module in MISSING:
             return MISSING[module]
@@ -101,7 +124,8 @@ def needed() -> bool:
 def register() -> None:
     """Have runner V2 launch our kernels in this process, once, if it has none.
 
-    Nothing that runner V1 launches is replaced. On a CPU it zeroes blocks by code of its own.
+    Nothing that runner V1 launches is replaced. On a CPU it zeroes blocks by code of
+    its own.
     """
     if not needed():
         return
@@ -135,7 +159,9 @@ def _complete_triton(module: ModuleType) -> None:
 
 @contextmanager
 def asynchronous() -> Iterator[None]:
-    """Within this context, a CPU's engine schedules as a GPU's would; vLLM turns asynchronous scheduling off there."""
+    """Within this context, a CPU's engine schedules as a GPU's would; vLLM turns
+    asynchronous scheduling off there.
+    """
     from vllm.platforms import current_platform
 
     if not is_cpu():

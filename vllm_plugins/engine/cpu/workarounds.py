@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workarounds for vLLM 0.32's CPU backend.
 
-Without the first, sampling with drafts has the wrong distribution: `expand_kernel` spreads per-request sampling
-parameters over draft tokens. For float32 and int32 outputs it fills a converted copy and drops it, so temperature,
-top-k and top-p of verified drafts are whatever the memory held. vLLM's own speculative methods, which run on its
+Without the first, sampling with drafts has the wrong distribution: `expand_kernel`
+spreads per-request sampling parameters over draft tokens. For float32 and int32 outputs
+it fills a converted copy and drops it, so temperature, top-k and top-p of verified
+drafts are whatever the memory held. vLLM's own speculative methods, which run on its
 runner V1 there, are affected; greedy requests are not.
 
 Without the second, ranks that die leave their shared memory behind.
@@ -24,9 +25,13 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """output = each request's value, repeated per token, with replace_from replaced by replace_to."""
+    """output = each request's value, repeated per token, with replace_from replaced by
+    replace_to.
+    """
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
-    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    values = torch.where(
+        input_val == replace_from, torch.full_like(input_val, replace_to), input_val
+    )
     output.copy_(values.repeat_interleave(counts))
 
 
@@ -40,10 +45,13 @@ def mend_workers_to_come() -> None:
 def unlink_shared_memory(*groups: Any) -> None:
     """Unlink the shared memory of process groups whose ranks have all mapped it.
 
-    It is then freed with the last process that has it mapped, however that ends. Groups without any are left alone.
+    It is then freed with the last process that has it mapped, however that ends. Groups
+    without any are left alone.
     """
     for group in groups:
-        name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)
+        name = getattr(
+            getattr(group.device_communicator, "dist_module", None), "group_name", None
+        )
         for path in glob.glob(f"/dev/shm/{glob.escape(name)}_*") if name else ():
             try:
                 os.unlink(path)

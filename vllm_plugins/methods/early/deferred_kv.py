@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deferred KV: shallow passes between steps keep their states, from which the next step completes the deeper KV.
+"""Deferred KV: shallow passes between steps keep their states, from which the next step
+completes the deeper KV.
 
-States are stored by request row on the device, K + 1 per request: of the newest token and of each draft. Whether a step
-uses them depends on the schedule alone, so that all ranks agree and none waits for a token's value:
+States are stored by request row on the device, K + 1 per request: of the newest token
+and of each draft. Whether a step uses them depends on the schedule alone, so that all
+ranks agree and none waits for a token's value:
 
     deep    every request decodes and was drafted for: the last stack alone
-    mixed   some have states, and prompts join: the first stack over the tokens without a state, the last one over all
+    mixed   some have states, and prompts join: the first stack over the tokens without
+            a state, the last one over all
     full    vLLM's own forward
 """
 
@@ -28,23 +31,34 @@ class SavedStates:
     Args:
         rows: number of states.
         hidden_size, dtype, device: those of the target's hidden states.
-        has_residual: whether the family carries a residual stream beside the hidden states.
+        has_residual: whether the family carries a residual stream beside the hidden
+            states.
     """
 
     def __init__(
-        self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device, has_residual: bool
+        self,
+        rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_residual: bool,
     ) -> None:
         self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
     def store(self, rows: torch.Tensor, state: CutState) -> None:
-        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs; rows [tokens] int64."""
+        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs;
+        rows [tokens] int64.
+        """
         for store, values in zip((self.hidden, self.residual), state, strict=True):
             if store is not None and values is not None:
                 store.index_copy_(0, rows, values)
 
-    def store_token(self, rows: torch.Tensor, offset: int, width: int, state: CutState) -> None:
-        """Copy a state a request in, of the token so far behind its newest one; `width` states are a request's.
+    def store_token(
+        self, rows: torch.Tensor, offset: int, width: int, state: CutState
+    ) -> None:
+        """Copy a state a request in, of the token so far behind its newest one; `width`
+        states are a request's.
 
         Request rows [tokens] may be -1, which is the last request's.
         """
@@ -54,7 +68,9 @@ class SavedStates:
 
     def load(self, rows: torch.Tensor) -> CutState:
         """Copies of the states at some rows: [tokens, hidden] each."""
-        residual = None if self.residual is None else self.residual.index_select(0, rows)
+        residual = (
+            None if self.residual is None else self.residual.index_select(0, rows)
+        )
         return self.hidden.index_select(0, rows), residual
 
 
@@ -80,17 +96,32 @@ class DeferredKV:
         counters: ours.
     """
 
-    def __init__(self, rows: int, num_drafts: int, max_tokens: int, saved: SavedStates, counters: Counters) -> None:
+    def __init__(
+        self,
+        rows: int,
+        num_drafts: int,
+        max_tokens: int,
+        saved: SavedStates,
+        counters: Counters,
+    ) -> None:
         self.width = num_drafts + 1
         self.nobody = rows * self.width  # state index of padding
         self.mode: Mode = "full"  # of the current step
-        self.drafted = np.zeros(rows, dtype=bool)  # request rows whose states the next step may use
+        self.drafted = np.zeros(
+            rows, dtype=bool
+        )  # request rows whose states the next step may use
         self.saved = saved
         self.counters = counters
         device = saved.hidden.device
-        self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)  # of each of the step's tokens
-        self._fresh = np.zeros(0, dtype=np.int64)  # requests of a mixed step without states
-        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # indices of their tokens in the step
+        self.state_rows = torch.zeros(
+            max_tokens, dtype=torch.int64, device=device
+        )  # of each of the step's tokens
+        self._fresh = np.zeros(
+            0, dtype=np.int64
+        )  # requests of a mixed step without states
+        self._fresh_tokens = torch.zeros(
+            0, dtype=torch.int64, device=device
+        )  # indices of their tokens in the step
 
     def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
         """Determine from the schedule which tokens have states.
@@ -100,8 +131,14 @@ class DeferredKV:
             may_mix: whether the first stack can run over a part of the step's tokens.
         """
         # Exactly the newest token and the drafts: each has logits.
-        known = self.drafted[step.rows] & ~step.prefilling & (step.tokens == step.drafts + 1)
-        known &= step.drafts < self.width  # while steps are timed, there may be more looked-up drafts
+        known = (
+            self.drafted[step.rows]
+            & ~step.prefilling
+            & (step.tokens == step.drafts + 1)
+        )
+        known &= (
+            step.drafts < self.width
+        )  # while steps are timed, there may be more looked-up drafts
         self.drafted[step.rows] = False
         if known.all():
             self.mode = "deep"
@@ -128,7 +165,9 @@ class DeferredKV:
         """End the step; dummy steps, which do not begin, are vLLM's own forward."""
         self.mode = "full"
 
-    def states(self, input_ids: torch.Tensor | None, positions: torch.Tensor, passes: Any) -> CutState:
+    def states(
+        self, input_ids: torch.Tensor | None, positions: torch.Tensor, passes: Any
+    ) -> CutState:
         """The states of the step's tokens after the first stack: [tokens, hidden] each.
 
         Args:
@@ -138,7 +177,9 @@ class DeferredKV:
         state = self.saved.load(self.state_rows[: positions.shape[-1]])
         if self.mode == "mixed":
             assert input_ids is not None
-            made = passes.of_requests(self._fresh, self._fresh_tokens, input_ids, positions)
+            made = passes.of_requests(
+                self._fresh, self._fresh_tokens, input_ids, positions
+            )
             for store, values in zip(state, made, strict=True):
                 if store is not None and values is not None:
                     store.index_copy_(0, self._fresh_tokens, values)
@@ -160,7 +201,9 @@ class DeferredKVCut(ModelCut):
     ) -> torch.Tensor | CutState:
         if self.deferred is None or self.deferred.mode == "full":
             return super().forward(input_ids, positions, state, inputs_embeds)
-        return self.complete(positions, self.deferred.states(input_ids, positions, self.passes))
+        return self.complete(
+            positions, self.deferred.states(input_ids, positions, self.passes)
+        )
 
     def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] of tokens from their saved states."""
@@ -171,5 +214,7 @@ class DeferredKVCut(ModelCut):
         """FirstStack.run for the staged requests."""
         assert self.deferred is not None
         state: CutState = self.passes.one_token(offset, token_ids)
-        self.deferred.saved.store_token(self.passes.rows(len(token_ids)), offset, self.deferred.width, state)
+        self.deferred.saved.store_token(
+            self.passes.rows(len(token_ids)), offset, self.deferred.width, state
+        )
         return state

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting (PPD, ParaDecode): drafts are read at an exit layer, one after the other.
+"""Early drafting (PPD, ParaDecode): drafts are read at an exit layer, one after the
+other.
 
-    shallow   first stack on b, read the exit -> d1; first stack on d1, read -> d2; ...; first stack on dn
-    deep      in the next step: last stack over [b, d1..dn] from the kept states -> logits, and the deep KV of all
+    shallow   first stack on b, read the exit -> d1; first stack on d1, read -> d2; ...;
+              first stack on dn
+    deep      in the next step: last stack over [b, d1..dn] from the kept states ->
+              logits, and the deep KV of all
 
-Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n * l/L + 1 full passes per cycle.
+Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n *
+l/L + 1 full passes per cycle.
 """
 
 from __future__ import annotations
@@ -13,7 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, FirstStack
+from vllm_ppd.vllm_plugins.engine.drafter import (
+    Drafter,
+    DraftInputs,
+    Drafts,
+    FirstStack,
+)
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
@@ -23,7 +32,9 @@ if TYPE_CHECKING:
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts at one exit layer; a request stops at a draft whose confidence is not above gamma (ParaDecode, eq. 1)."""
+    """Drafts at one exit layer; a request stops at a draft whose confidence is not
+    above gamma (ParaDecode, eq. 1).
+    """
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
@@ -49,11 +60,15 @@ class EarlyExitDrafter(Drafter):
             token_ids = reading.token_ids
             if step.looked_up is not None:
                 token_ids = step.looked_up.at(offset, token_ids)
-        first_stack.run(step.num_drafts, token_ids)  # for the last draft's state, from which the deep pass starts
+        first_stack.run(
+            step.num_drafts, token_ids
+        )  # for the last draft's state, from which the deep pass starts
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         if not with_confidence:
             return Drafts(tokens)
-        confidences = [reading.confidence for reading in readings if reading.confidence is not None]
+        confidences = [
+            reading.confidence for reading in readings if reading.confidence is not None
+        ]
         confidence = torch.stack(confidences, dim=1)
         # NaN passes here, as its draft is INVALID.
         return Drafts(tokens, (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1))

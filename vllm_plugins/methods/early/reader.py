@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading drafts at an exit layer: final norm, early head T, and the target's LM head, across tensor-parallel ranks.
+"""Reading drafts at an exit layer: final norm, early head T, and the target's LM head,
+across tensor-parallel ranks.
 
-The best tokens are found in each rank's own part of the vocabulary; samples need the logits of all parts.
+The best tokens are found in each rank's own part of the vocabulary; samples need the
+logits of all parts.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
 LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies
 
 
-def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype) -> EarlyHeads | None:
-    """The early heads of the options, for drafting; None if exits are read without heads.
+def early_heads(
+    config: DraftingConfig, device: torch.device, dtype: torch.dtype
+) -> EarlyHeads | None:
+    """The early heads of the options, for drafting; None if exits are read without
+    heads.
 
     Raises:
         HeadsError: if the folder cannot be read.
@@ -44,38 +49,59 @@ def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype
 class Reading(NamedTuple):
     """Drafts read at an exit, one per row."""
 
-    token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
-    confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
+    token_ids: (
+        torch.Tensor
+    )  # [rows] int64; INVALID where the exit's logits are not finite
+    confidence: (
+        torch.Tensor | None
+    )  # [rows] float32, probability of the exit's best token
 
 
 class EarlyReader:
-    """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section 2.1).
+    """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section
+    2.1).
 
-    Without heads T is the identity: the target's own final norm and LM head, as PPD reads untrained exits.
+    Without heads T is the identity: the target's own final norm and LM head, as PPD
+    reads untrained exits.
     """
 
-    def __init__(self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None) -> None:
+    def __init__(
+        self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None
+    ) -> None:
         self.adapter = adapter
         self.heads = heads
         self.lm_head = lm_head
         if heads is not None and heads.form == "classifier":
             for layer, weight in heads.weights.items():
-                heads.weights[layer] = nn.Parameter(self.lm_head.shard(weight.data), requires_grad=False)
+                heads.weights[layer] = nn.Parameter(
+                    self.lm_head.shard(weight.data), requires_grad=False
+                )
 
-    def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
+    def greedy(
+        self, exit_layer: int, state: CutState, with_confidence: bool
+    ) -> Reading:
         """The exit's best token of each row; overwrites the state."""
-        ids, probability = self._whole(self._shard_topk(exit_layer, state, 1, with_confidence), 1, with_confidence)
+        ids, probability = self._whole(
+            self._shard_topk(exit_layer, state, 1, with_confidence), 1, with_confidence
+        )
         return Reading(ids[:, 0], None if probability is None else probability[:, 0])
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
-        """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
-        return self._whole(self._shard_topk(exit_layer, state, k, False), k, False)[0].clamp(min=0)
+        """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
+        the state.
+        """
+        return self._whole(self._shard_topk(exit_layer, state, k, False), k, False)[
+            0
+        ].clamp(min=0)
 
     def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
-        """A sample of each row's exit distribution; rows at temperature 0 take the best token. Overwrites the state."""
+        """A sample of each row's exit distribution; rows at temperature 0 take the best
+        token. Overwrites the state.
+        """
         hidden, classifier = self._transformed(exit_layer, state)
         at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
-        readings, start = [], 0
+        readings = []
+        start = 0
         for part in hidden.split(at_once):
             rows = slice(start, start + len(part))
             logits = self._logits(part, classifier, gather=True)
@@ -85,41 +111,67 @@ class EarlyReader:
             return readings[0]
         return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
 
-    def _transformed(self, exit_layer: int, state: CutState) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(States [rows, hidden] that the LM head reads, the classifier that reads them in its place, if any)."""
+    def _transformed(
+        self, exit_layer: int, state: CutState
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(States [rows, hidden] that the LM head reads, the classifier that reads them
+        in its place, if any).
+        """
         with kernels_first():
             hidden = self.adapter.norm(*state)
         if self.heads is not None and self.heads.form == "classifier":
             return hidden, self.heads.weights[str(exit_layer)]
         return hidden if self.heads is None else self.heads(hidden, exit_layer), None
 
-    def _logits(self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool) -> torch.Tensor:
+    def _logits(
+        self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool
+    ) -> torch.Tensor:
         if classifier is None:
             return self.lm_head.logits(hidden, gather)
         logits = functional.linear(hidden, classifier)
         return self.lm_head.gather(logits) if gather else logits
 
-    def _shard_topk(self, exit_layer: int, state: CutState, k: int, with_probability: bool) -> ShardTopK:
+    def _shard_topk(
+        self, exit_layer: int, state: CutState, k: int, with_probability: bool
+    ) -> ShardTopK:
         """The k best tokens of this rank's part of the vocabulary."""
         logits = self._logits(*self._transformed(exit_layer, state), gather=False)
-        return shard_topk(logits, k, self.lm_head.vocab_start, self.lm_head.num_valid, with_probability)
+        return shard_topk(
+            logits,
+            k,
+            self.lm_head.vocab_start,
+            self.lm_head.num_valid,
+            with_probability,
+        )
 
-    def _whole(self, best: ShardTopK, k: int, with_probability: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids [rows, k] in the whole vocabulary, and their probabilities if requested.
+    def _whole(
+        self, best: ShardTopK, k: int, with_probability: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids [rows, k] in the whole vocabulary, and their probabilities if
+        requested.
 
-        Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
+        Under tensor parallelism the ranks exchange (value, token id) pairs of their
+        shards, not logits.
         """
         if self.lm_head.tp_size == 1:
-            return best.token_ids, (best.values - best.logsumexp[:, None]).exp() if with_probability else None
+            return best.token_ids, (
+                best.values - best.logsumexp[:, None]
+            ).exp() if with_probability else None
         # float32 is exact for token ids below 2^24, and every backend can exchange it.
-        packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
+        packed = torch.cat(
+            [best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1
+        )
         shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
-        ids, probabilities = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        ids, probabilities = merge_topk(
+            shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k
+        )
         return ids, probabilities if with_probability else None
 
 
 def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
-    """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the best token."""
+    """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the
+    best token.
+    """
     logits = logits.float()
     # Of the likeliest token, not the drawn one, as for greedy requests.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()

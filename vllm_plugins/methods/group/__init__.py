@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that work at once.
+"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that
+work at once.
 
 scheduler         reserves room for the tokens of a group step
 worker, runner    vLLM's worker and model runner V2 as a stage

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The k candidates for a request's next token, side by side at one position.
 
-They share the request's KV blocks up to that position, where they differ. So every candidate but
-the first writes into a tail block of its own, which holds the same tokens as the request's; the
-first writes into the request's. When the target has chosen, the chosen token's entry is copied into
-the others.
+They share the request's KV blocks up to that position, where they differ. So every
+candidate but the first writes into a tail block of its own, which holds the same tokens
+as the request's; the first writes into the request's. When the target has chosen, the
+chosen token's entry is copied into the others.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from vllm_ppd.vllm_plugins.methods.group.passes import NONE
 
 
 class Candidates:
-    """Tail blocks of the candidates, and which are up to date with their request's block.
+    """Tail blocks of the candidates, and which are up to date with their request's
+    block.
 
     Args:
         blocks: the first stage's KV cache, of the layers that candidates run through.
@@ -32,7 +33,8 @@ class Candidates:
         self.requests = requests
         # [requests, k - 1, KV cache groups] block IDs
         self.tails = np.zeros((0, 0, 0), dtype=np.int64)
-        # [requests] request and table index of the block of which the tail blocks are copies
+        # [requests] request and table index of the block of which the tail blocks are
+        # copies
         self.copied: list[tuple[int, int] | None] = [None] * requests
 
     def reserve(self, kv_cache_config: Any) -> None:
@@ -55,7 +57,9 @@ class Candidates:
         none = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
         return np.concatenate([none, self.tails[rows]], axis=1)
 
-    def prepare(self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> None:
+    def prepare(
+        self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray
+    ) -> None:
         """Copy the part of a block before a position into the tail blocks.
 
         Args:
@@ -77,15 +81,22 @@ class Candidates:
         for row, block in zip(rows.tolist(), held, strict=True):
             self.copied[row] = block
 
-    def choose(self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray, winners: np.ndarray) -> None:
-        """Copy the winner's entry into the request's block and those of its other candidates.
+    def choose(
+        self,
+        rows: np.ndarray,
+        requests: np.ndarray,
+        positions: np.ndarray,
+        winners: np.ndarray,
+    ) -> None:
+        """Copy the winner's entry into the request's block and those of its other
+        candidates.
 
         Args:
             rows: [requests] batch rows.
             requests: [requests] their rows in vLLM's block tables.
             positions: [requests] where their candidates wrote.
-            winners: [requests] the right candidate; 0 also if the request's own block was written
-                again.
+            winners: [requests] the right candidate; 0 also if the request's own block
+                was written again.
         """
         if self.count > 1:
             self._copy(rows, requests, positions, winners, whole=False)

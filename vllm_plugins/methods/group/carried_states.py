@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States after d_bar that the first stage keeps: of tokens in flight, and of the next step's first."""
+"""States after d_bar that the first stage keeps: of tokens in flight, and of the next
+step's first.
+"""
 
 import numpy as np
 import torch
@@ -22,7 +24,9 @@ class CarriedStates:
     ) -> None:
         self._saved = SavedStates(rows, hidden_size, dtype, device, has_residual)
         self._device = device
-        self._next: dict[str, tuple[int, int]] = {}  # request -> (row, position) of its next token
+        self._next: dict[
+            str, tuple[int, int]
+        ] = {}  # request -> (row, position) of its next token
 
     def store(self, rows: np.ndarray, state: CutState) -> None:
         """Copy the states of batch rows in."""

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 from vllm.distributed import get_pp_group
-from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.layerwise import (
+    record_metadata_for_reloading,
+)
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
@@ -55,8 +57,8 @@ class FirstStageCut(ModelCut):
 class FirstStage(Stage):
     """Layers 0..d_bar, with the early head and copies of the final norm and LM head.
 
-    Candidates need no more than d - d_bar layers before the last stage has chosen. Where that is
-    less than d_bar, the stage is cut into two stacks.
+    Candidates need no more than d - d_bar layers before the last stage has chosen.
+    Where that is less than d_bar, the stage is cut into two stacks.
     """
 
     cut: FirstStageCut
@@ -66,18 +68,28 @@ class FirstStage(Stage):
         config = self.config
         vllm_config = self.vllm_config
         device = self.runner.device
-        self.depth = min(config.num_layers - self.split, self.split)  # of the first stack
-        self.take(model, (self.depth,) if self.depth < self.split else (), (0, self.split))
+        self.depth = min(
+            config.num_layers - self.split, self.split
+        )  # of the first stack
+        self.take(
+            model, (self.depth,) if self.depth < self.split else (), (0, self.split)
+        )
         adapter = self.cut.adapter
         weights: Any = get_pp_group().recv_tensor_dict()
         # The final norm's kind and epsilon are those of a layer's.
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)
         adapter.decoder.norm.weight.data = weights["norm"]
-        record_metadata_for_reloading(adapter.decoder.norm)  # vLLM loads every weight that the stage has, this one too
-        head = self._with_head(weights["shard"], weights["bias"], weights["place"].tolist())
+        record_metadata_for_reloading(
+            adapter.decoder.norm
+        )  # vLLM loads every weight that the stage has, this one too
+        head = self._with_head(
+            weights["shard"], weights["bias"], weights["place"].tolist()
+        )
         self.lm_head = CopiedLMHead(*head, vllm_config, device)
         self.reader = EarlyReader(adapter, self.lm_head, None)
-        self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
+        self.requests = min(
+            config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs
+        )
         # The state after layer d_bar of the token that the last stage takes next.
         self.states = CarriedStates(
             self.requests,
@@ -86,7 +98,9 @@ class FirstStage(Stage):
             device,
             adapter.has_residual,
         )
-        blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
+        blocks = KVBlocks(
+            self.runner, lambda names: self.cut.attention_layers(0, names)
+        )
         self.candidates = Candidates(blocks, config.candidates, self.requests)
         self._ends: dict[str, End] = {}
         self._unsettled: Unsettled | None = None
@@ -95,7 +109,9 @@ class FirstStage(Stage):
         """Receive the target's norm and LM head again."""
         weights: Any = get_pp_group().recv_tensor_dict()
         self.cut.adapter.decoder.norm.weight.data.copy_(weights["norm"])
-        weight, bias, _ = self._with_head(weights["shard"], weights["bias"], weights["place"].tolist())
+        weight, bias, _ = self._with_head(
+            weights["shard"], weights["bias"], weights["place"].tolist()
+        )
         self.lm_head.load(weight, bias)
 
     def _with_head(
@@ -116,7 +132,9 @@ class FirstStage(Stage):
         if heads.form == "transform":
             return (shard.float() @ weight.float()).to(shard.dtype), bias, place
         _, first, count = place
-        rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
+        rows = functional.pad(
+            weight[first : first + count], (0, 0, 0, len(shard) - count)
+        )
         return rows.to(shard.dtype), torch.zeros_like(bias), place
 
     def reserve_blocks(self, kv_cache_config: Any) -> None:
@@ -132,7 +150,7 @@ class FirstStage(Stage):
             state = self.states.load(np.arange(count))
             self.reader.candidates(self.split, state, self.candidates.count)
 
-    # A step's forward ----------------------------------------------------------------------------
+    # A step's forward -----------------------------------------------------------------
 
     def begin_step(self, scheduler_output: Any) -> Any:
         """Begin a step; states are carried only to a group step of the same requests."""
@@ -152,25 +170,33 @@ class FirstStage(Stage):
         if self.step is not None:
             self.cut.ahead = self.states.of(self.step.names, self.step.positions)
             if self.cut.ahead is None:
-                self.counters.add("group_first_stage_layers", self.step.size * self.split)
+                self.counters.add(
+                    "group_first_stage_layers", self.step.size * self.split
+                )
 
     def end_forward(self, output: Any) -> IntermediateTensors:
         """Keep the states of the first tokens, which are about to be sent."""
         assert self.step is not None
         state = output["hidden_states"], output["residual"]
         self.states.clear()
-        self.states.store(np.arange(self.step.size), rows_of(state, slice(self.step.size)))
+        self.states.store(
+            np.arange(self.step.size), rows_of(state, slice(self.step.size))
+        )
         if self.cut.graph_buffers is None:
             sent: IntermediateTensors = output
             return sent
         # The micro-steps replay CUDA graphs into the memory that vLLM sends from.
-        return IntermediateTensors({name: part.clone() for name, part in output.items()})
+        return IntermediateTensors(
+            {name: part.clone() for name, part in output.items()}
+        )
 
-    # Micro-steps ---------------------------------------------------------------------------------
+    # Micro-steps ----------------------------------------------------------------------
 
     @torch.inference_mode()
     def run_micro_steps(self) -> None:
-        """Run the micro-steps of a group step, whose first states were sent; none in a plain step."""
+        """Run the micro-steps of a group step, whose first states were sent; none in a
+        plain step.
+        """
         step = self.step
         if step is None:
             return
@@ -180,14 +206,16 @@ class FirstStage(Stage):
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
                 sent = self._next(progress)
-                states = self.states.load(sent) if len(sent) else None  # no rows: the step ends
+                states = (
+                    self.states.load(sent) if len(sent) else None
+                )  # no rows: the step ends
                 self.channel.send_frame(sent, states, step.size, self.counters.take())
                 if states is None:
                     break
             self.counters.add("group_micro_steps")
             self._micro_step(progress, sent)
-        # The last misses would be the next step's first work; they run while the engine ends this
-        # step.
+        # The last misses would be the next step's first work; they run while the engine
+        # ends this step.
         self._run_missed(progress)
         self._settle_candidates()
         ready = np.flatnonzero(progress.ready)
@@ -235,18 +263,24 @@ class FirstStage(Stage):
     def _run_candidates(
         self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
     ) -> tuple[CutState, np.ndarray]:
-        """The first stack over k candidates of some rows, and over the missed tokens of others.
+        """The first stack over k candidates of some rows, and over the missed tokens of
+        others.
 
         Returns:
-            (states [len(speculating) * k + len(missed), hidden], candidates [len(speculating), k]).
+            (states [len(speculating) * k + len(missed), hidden], candidates
+            [len(speculating), k]).
         """
         assert self.step is not None
         k = self.candidates.count
         token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
         if len(speculating):
-            token_ids = self.reader.candidates(self.split, self.states.load(speculating), k)
+            token_ids = self.reader.candidates(
+                self.split, self.states.load(speculating), k
+            )
         starts = progress.position[speculating] + 1
-        self.candidates.prepare(speculating, self.step.request_rows[speculating], starts)
+        self.candidates.prepare(
+            speculating, self.step.request_rows[speculating], starts
+        )
         tails = self.candidates.tails_of(speculating)
         tails = tails.reshape(len(speculating) * k, tails.shape[2])
         tokens = self.tokens(
@@ -302,5 +336,7 @@ class FirstStage(Stage):
         if self._unsettled is not None:
             assert self.step is not None
             rows, positions, winners = self._unsettled
-            self.candidates.choose(rows, self.step.request_rows[rows], positions, winners)
+            self.candidates.choose(
+                rows, self.step.request_rows[rows], positions, winners
+            )
             self._unsettled = None

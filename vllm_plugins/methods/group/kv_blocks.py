@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache of vLLM's runner V2: each request's blocks, room for more, and their copies."""
+"""The paged KV cache of vLLM's runner V2: each request's blocks, room for more, and
+their copies.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +26,9 @@ def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
     before = kv_cache_config.num_blocks
     for tensor in kv_cache_config.kv_cache_tensors:
         tensor.size += tensor.size // before * extra
-        if tensor.layer_stride == tensor.block_stride * before:  # a layer's blocks lie together
+        if (
+            tensor.layer_stride == tensor.block_stride * before
+        ):  # a layer's blocks lie together
             tensor.layer_stride += tensor.block_stride * extra
             tensor.offset += tensor.offset // before * extra
     kv_cache_config.num_blocks += extra
@@ -39,7 +43,9 @@ class KVBlocks:
         layers: selects the layers of a KV cache group whose cache is copied.
     """
 
-    def __init__(self, runner: Any, layers: Callable[[Sequence[str]], list[str]]) -> None:
+    def __init__(
+        self, runner: Any, layers: Callable[[Sequence[str]], list[str]]
+    ) -> None:
         self.runner = runner
         self.layers = layers
         # Of each KV cache group: index of each token within a block.
@@ -56,17 +62,26 @@ class KVBlocks:
         device = self.runner.device
         index = async_tensor_h2d(rows, device=device)
         columns = async_tensor_h2d(positions, device=device)
-        tables = zip(self.runner.block_tables.block_tables, self.block_sizes, strict=True)
-        return torch.stack([table.gpu[index, columns // size] for table, size in tables], dim=1)
+        tables = zip(
+            self.runner.block_tables.block_tables, self.block_sizes, strict=True
+        )
+        return torch.stack(
+            [table.gpu[index, columns // size] for table, size in tables], dim=1
+        )
 
-    def copy(self, origins: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None) -> None:
+    def copy(
+        self,
+        origins: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> None:
         """Copy blocks of every group.
 
         Args:
             origins, targets: [blocks, groups] block IDs.
-            positions: [blocks] the only position of each to copy; None: all. On a CPU, whose blocks
-                are large, that entry alone is copied; elsewhere whole blocks, since a backend may
-                keep a block's tokens in any order.
+            positions: [blocks] the only position of each to copy; None: all. On a CPU,
+                whose blocks are large, that entry alone is copied; elsewhere whole
+                blocks, since a backend may keep a block's tokens in any order.
         """
         for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
             names = self.layers(group.layer_names)
@@ -92,14 +107,18 @@ class KVBlocks:
             def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
                 numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
                 key, value = numbers.unbind(1)
-                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
+                layer.impl.do_kv_cache_update(
+                    layer, key, value, cache, torch.tensor([slot])
+                )
 
             self._places[gid] = entry_places(write, layer.kv_cache)
         return self._places[gid]
 
     def _blocks(self, name: str) -> torch.Tensor:
         """A layer's cache by the scheduler's blocks, which a backend may have split."""
-        return self._cache(name).unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
+        return self._cache(name).unflatten(
+            0, (self.runner.kv_cache_config.num_blocks, -1)
+        )
 
     def _cache(self, name: str) -> torch.Tensor:
         layer = self.runner.compilation_config.static_forward_context[name]

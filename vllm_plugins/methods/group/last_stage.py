@@ -21,12 +21,18 @@ class LastStage(Stage):
         self.refresh()
 
     def refresh(self) -> None:
-        """Send the target's norm and LM head, which vLLM loads only here; the first stage reads candidates by them."""
+        """Send the target's norm and LM head, which vLLM loads only here; the first
+        stage reads candidates by them.
+        """
         lm_head = TargetLMHead(self.target)
-        place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
+        place = torch.tensor(
+            [lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid]
+        )
         shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
         norm = self.cut.adapter.decoder.norm.weight.data
-        get_pp_group().send_tensor_dict({"norm": norm, "shard": shard, "bias": bias, "place": place})
+        get_pp_group().send_tensor_dict(
+            {"norm": norm, "shard": shard, "bias": bias, "place": place}
+        )
 
     @torch.inference_mode()
     def run_micro_steps(self, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,8 +42,8 @@ class LastStage(Stage):
             first: [batch rows] these tokens.
 
         Returns:
-            (tokens of all micro-steps [batch rows, micro_steps] int64, how many of each row are
-            tokens [batch rows] int32)
+            (tokens of all micro-steps [batch rows, micro_steps] int64, how many of each
+            row are tokens [batch rows] int32)
         """
         assert self.step is not None
         count = self.step.size
@@ -66,8 +72,15 @@ class LastStage(Stage):
         self.counters.add("group_last_stage_layers", ended * layers)
         return self.index(tokens), self.index(emitted)
 
-    def _sample(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, state: CutState) -> np.ndarray:
-        """The target's next token of some rows, as vLLM's sampler draws it at these positions.
+    def _sample(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        token_ids: np.ndarray,
+        state: CutState,
+    ) -> np.ndarray:
+        """The target's next token of some rows, as vLLM's sampler draws it at these
+        positions.
 
         Args:
             rows: [tokens] batch rows.

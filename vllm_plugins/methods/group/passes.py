@@ -9,7 +9,10 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+)
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
 
@@ -29,7 +32,8 @@ class StagePasses:
     """Runs stacks of a stage.
 
     Args:
-        runner: vLLM's model runner V2, whose block tables, metadata builders and graphs are used.
+        runner: vLLM's model runner V2, whose block tables, metadata builders and graphs
+            are used.
         cut: of the stage.
     """
 
@@ -43,10 +47,12 @@ class StagePasses:
         return self._run(0, tokens, token_ids.to(torch.int32).contiguous())
 
     def last(self, tokens: Tokens, state: CutState) -> Any:
-        """The stage's last stack over tokens, from states at the end of the one before it.
+        """The stage's last stack over tokens, from states at the end of the one before
+        it.
 
         Returns:
-            States on the first stage, normed hidden states [tokens, hidden] on the last.
+            States on the first stage, normed hidden states [tokens, hidden] on the
+            last.
         """
         return self._run(len(self.cut.stacks) - 1, tokens, *state)
 
@@ -64,7 +70,9 @@ class StagePasses:
             places = [buffers.input_ids] if len(inputs) == 1 else self.cut.graph_buffers
             assert places is not None
             inputs = tuple(
-                None if part is None or place is None else _padded(part, place, graph.num_tokens)
+                None
+                if part is None or place is None
+                else _padded(part, place, graph.num_tokens)
                 for part, place in zip(inputs, places, strict=True)
             )
         with set_forward_context(
@@ -75,13 +83,17 @@ class StagePasses:
             batch_descriptor=BatchDescriptor(num_tokens=graph.num_tokens),
             slot_mapping=build_slot_mappings_by_layer(slots, runner.kv_cache_config),
         ):
-            arguments = (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+            arguments = (
+                (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+            )
             output = self.cut.stacks[level](*arguments)
         if isinstance(output, torch.Tensor):
             return output[:count]
         return tuple(None if part is None else part[:count] for part in output)
 
-    def _blocks(self, tokens: Tokens, positions: torch.Tensor, padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _blocks(
+        self, tokens: Tokens, positions: torch.Tensor, padded: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Block tables [tokens, blocks] of each KV cache group, and KV slots [groups, padded]."""
         block_tables = self.runner.block_tables
         device = self.runner.device
@@ -96,7 +108,9 @@ class StagePasses:
             if tokens.tails is not None:
                 tails = async_tensor_h2d(tokens.tails[:, group, None], device=device)
                 own = table.gather(1, columns)
-                table.scatter_(1, columns, torch.where(tails == NONE, own, tails.to(own.dtype)))
+                table.scatter_(
+                    1, columns, torch.where(tails == NONE, own, tails.to(own.dtype))
+                )
             blocks = table.gather(1, columns)[:, 0].long()
             slots[group, : len(blocks)] = blocks * size + positions % size
             tables.append(table)

@@ -29,8 +29,8 @@ class End(NamedTuple):
 class Progress:
     """A group step for the first stage; every array has an entry per batch row.
 
-    A request's token at hand is ready (its state after d_bar exists), missed (it must still run
-    through the first stage), or out (the request ended).
+    A request's token at hand is ready (its state after d_bar exists), missed (it must
+    still run through the first stage), or out (the request ended).
 
     Args:
         positions: of the scheduled tokens.
@@ -38,7 +38,9 @@ class Progress:
         ends: of the requests.
     """
 
-    def __init__(self, positions: np.ndarray, allowance: np.ndarray, ends: Sequence[End]) -> None:
+    def __init__(
+        self, positions: np.ndarray, allowance: np.ndarray, ends: Sequence[End]
+    ) -> None:
         count = len(positions)
         self.lengths = np.array([end.length for end in ends], dtype=np.int64)
         longest = max(len(end.stop_token_ids) for end in ends)
@@ -46,7 +48,9 @@ class Progress:
         for row, end in enumerate(ends):
             self.stops[row, : len(end.stop_token_ids)] = end.stop_token_ids
         self.position = positions.copy()  # of the token at hand
-        self.token = np.zeros(count, dtype=np.int64)  # the token at hand, once one was emitted
+        self.token = np.zeros(
+            count, dtype=np.int64
+        )  # the token at hand, once one was emitted
         self.allowance = allowance
         self.emitted = np.zeros(count, dtype=np.int64)
         self.ready = np.ones(count, dtype=bool)

@@ -3,19 +3,22 @@
 
 Overrides, each of which calls vLLM's:
 
-    __init__              vLLM's runner decodes plainly: the group's placeholders never reach it
+    __init__              vLLM's runner decodes plainly: the group's placeholders never
+                          reach it
     load_model            cuts the stage
     initialize_kv_cache   room for the candidates' tail blocks
     profile_run           candidates also take memory and compile their kernels
     execute_model         a group step becomes a step of one token per request
     prepare_inputs        the stage learns the order of the batch
     sample                the micro-steps of the last stage
-    sample_tokens         the micro-steps of the first stage; counters travel with the output
-    reload_weights        the first stage gets the norm and LM head again (engine/weight_updates.py)
+    sample_tokens         the micro-steps of the first stage; counters travel with the
+                          output
+    reload_weights        the first stage gets the norm and LM head again
+                          (engine/weight_updates.py)
 
-The tokens of a group step reach the first stage's tables as those of every step do: by vLLM's
-broadcast. vLLM reads it two steps later, as two batches are in flight then. After a group step
-none is, so it is read as soon as one of its requests is scheduled.
+The tokens of a group step reach the first stage's tables as those of every step do: by
+vLLM's broadcast. vLLM reads it two steps later, as two batches are in flight then.
+After a group step none is, so it is read as soon as one of its requests is scheduled.
 """
 
 import copy
@@ -61,7 +64,9 @@ class GroupRunnerMixin(UpdatedRunner):
     def refresh_copies(self) -> None:
         self.stage.refresh()
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(
+        self, kv_cache_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         kv_cache_config = copy.deepcopy(kv_cache_config)
         self.stage.reserve_blocks(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
@@ -83,7 +88,10 @@ class GroupRunnerMixin(UpdatedRunner):
         row_of = self.req_states.req_id_to_index
         rows = [row_of.get(name, -1) for name in scheduler_output.num_scheduled_tokens]
         later = itertools.islice(self.pp_handler.queue, 1, None)
-        return any(received is not None and np.isin(rows, received.idx_mapping_np).any() for received in later)
+        return any(
+            received is not None and np.isin(rows, received.idx_mapping_np).any()
+            for received in later
+        )
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -99,7 +107,10 @@ class GroupRunnerMixin(UpdatedRunner):
         # vLLM counts a request's scheduled token as computed, less its rejected tokens.
         num_rejected = 1 - num_sampled
         output = dataclasses.replace(
-            output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected
+            output,
+            sampled_token_ids=tokens,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
         )
         return output, num_sampled, num_rejected
 
@@ -107,6 +118,8 @@ class GroupRunnerMixin(UpdatedRunner):
         if isinstance(self.stage, FirstStage) and self.execute_model_state is not None:
             self.stage.run_micro_steps()
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(output, AsyncOutput):  # the last stage's, whose counters include the first's
+        if isinstance(
+            output, AsyncOutput
+        ):  # the last stage's, whose counters include the first's
             self.stage.counters.attach(output.model_runner_output)
         return output

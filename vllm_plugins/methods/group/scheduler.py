@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with room for a worker group's tokens per step, and one batch at a time while it works.
+"""vLLM's scheduler with room for a worker group's tokens per step, and one batch at a
+time while it works.
 
-A request that decodes in the group gets placeholder drafts: they reserve KV slots and token budget, and tokens that
-the group emits beyond one count as accepted drafts. Above the cut-off, and while any prompt is being read,
-it is vLLM's own scheduler.
+A request that decodes in the group gets placeholder drafts: they reserve KV slots and
+token budget, and tokens that the group emits beyond one count as accepted drafts. Above
+the cut-off, and while any prompt is being read, it is vLLM's own scheduler.
 """
 
 from typing import Any
@@ -14,7 +15,10 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
-from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed, sees_each_token
+from vllm_ppd.vllm_plugins.config.request_options import (
+    drafting_allowed,
+    sees_each_token,
+)
 
 PLACEHOLDER = 0
 
@@ -26,21 +30,27 @@ class GroupScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
-        refuse_candidates(config, self.max_num_running_reqs)  # a default is not known earlier
+        refuse_candidates(
+            config, self.max_num_running_reqs
+        )  # a default is not known earlier
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
-        # vLLM pads a request with one token to compute, unless drafts depend on the batch size. The
-        # grammar's masks would be padded as well, and the stages take placeholders out again.
+        # vLLM pads a request with one token to compute, unless drafts depend on the
+        # batch size. The grammar's masks would be padded as well, and the stages take
+        # placeholders out again.
         self.dynamic_sd_lookup = [self.placeholders] * (self.max_num_running_reqs + 1)
 
     def has_requests(self) -> bool:
-        # A second batch in flight would wait for the group, and its requests could never join the first one's.
+        # A second batch in flight would wait for the group, and its requests could
+        # never join the first one's.
         return super().has_requests() and not (self._is_small() and self._in_flight())
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         group_step = self._is_small() and self._all_decode()
         for request in self.running:
-            request.spec_token_ids = [PLACEHOLDER] * self._room(request) if group_step else []
+            request.spec_token_ids = (
+                [PLACEHOLDER] * self._room(request) if group_step else []
+            )
         return super().schedule(*args, **kwargs)
 
     def _is_small(self) -> bool:
@@ -51,19 +61,31 @@ class GroupScheduler(Scheduler):
 
     def _all_decode(self) -> bool:
         return self.get_request_counts()[1] == 0 and all(
-            request.num_computed_tokens >= request.num_tokens - 1 and not _needs_plain_steps(request)
+            request.num_computed_tokens >= request.num_tokens - 1
+            and not _needs_plain_steps(request)
             for request in self.running
         )
 
     def _room(self, request: Request) -> int:
         """Tokens that a request may emit beyond the first."""
         params = request.sampling_params
-        if params is None or sees_each_token(params) or not drafting_allowed(params.extra_args):
+        if (
+            params is None
+            or sees_each_token(params)
+            or not drafting_allowed(params.extra_args)
+        ):
             return 0
-        return max(0, min(self.placeholders, request.max_tokens - request.num_output_tokens - 1))
+        return max(
+            0,
+            min(self.placeholders, request.max_tokens - request.num_output_tokens - 1),
+        )
 
 
 def _needs_plain_steps(request: Request) -> bool:
     """Whether a request needs plain steps, for logprobs or a thinking budget."""
     params = request.sampling_params
-    return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None
+    return (
+        params is None
+        or params.num_logprobs is not None
+        or params.thinking_token_budget is not None
+    )

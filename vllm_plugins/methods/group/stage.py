@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of a worker group's stages: recognize a group step, and begin it as a plain one.
+"""The common part of a worker group's stages: recognize a group step, and begin it as a
+plain one.
 
-Placeholder drafts of the scheduler mark a group step. vLLM's runner sees a decode step of one token
-a request. The stages continue from there, micro-step after micro-step:
+Placeholder drafts of the scheduler mark a group step. vLLM's runner sees a decode step
+of one token a request. The stages continue from there, micro-step after micro-step:
 
     last stage    layers d_bar..d of the current token     -> x, the target's own token
     first stage   layers 0..d-d_bar of k candidates for x, at the same time
-    match         the candidate x runs layers d-d_bar..d_bar, its state is sent, the next micro-step
-                  begins
-    miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
+    match         the candidate x runs layers d-d_bar..d_bar, its state is sent, the
+                  next micro-step begins
+    miss          x runs through layers 0..d_bar; the last stage waits (PPD, Algorithm
+                  2)
 """
 
 import dataclasses
@@ -83,7 +85,9 @@ class Stage:
         """Take the memory of a group step's largest work, and compile its kernels."""
 
     def refresh(self) -> None:
-        """Exchange the copies of the target's weights again, on both stages, after these have changed."""
+        """Exchange the copies of the target's weights again, on both stages, after
+        these have changed.
+        """
         raise NotImplementedError
 
     def begin_step(self, scheduler_output: Any) -> Any:
@@ -95,11 +99,16 @@ class Stage:
             return scheduler_output
         plain = _without_drafts(scheduler_output)
         scheduled = plain.num_scheduled_tokens
-        # With a prompt in the batch, or drafts not from our scheduler, the step stays a plain one.
-        ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
+        # With a prompt in the batch, or drafts not from our scheduler, the step stays a
+        # plain one.
+        ours = all(
+            token == PLACEHOLDER for tokens in placeholders.values() for token in tokens
+        )
         small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
         if ours and small and all(count == 1 for count in scheduled.values()):
-            self._allowed = {name: 1 + len(placeholders.get(name, ())) for name in scheduled}
+            self._allowed = {
+                name: 1 + len(placeholders.get(name, ())) for name in scheduled
+            }
         return plain
 
     def begin_group_step(self, batch: Any) -> None:
@@ -109,14 +118,18 @@ class Stage:
                 batch.req_ids,
                 batch.idx_mapping_np,
                 batch.num_computed_tokens_np.astype(np.int64),
-                np.array([self._allowed[name] for name in batch.req_ids], dtype=np.int64),
+                np.array(
+                    [self._allowed[name] for name in batch.req_ids], dtype=np.int64
+                ),
             )
 
     def end_forward(self, output: Any) -> Any:
         """End the forward of a group step's first tokens: the output for the next stage."""
         return output
 
-    def tokens(self, rows: np.ndarray, positions: np.ndarray, tails: np.ndarray | None = None) -> Tokens:
+    def tokens(
+        self, rows: np.ndarray, positions: np.ndarray, tails: np.ndarray | None = None
+    ) -> Tokens:
         """Tokens of batch rows, for a pass."""
         assert self.step is not None
         return Tokens(self.step.request_rows[rows], positions, tails)
@@ -130,7 +143,8 @@ def _without_drafts(scheduler_output: Any) -> Any:
     """A copy of a step of vLLM's scheduler without its drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     scheduled = {
-        name: count - len(drafts.get(name, ())) for name, count in scheduler_output.num_scheduled_tokens.items()
+        name: count - len(drafts.get(name, ()))
+        for name, count in scheduler_output.num_scheduled_tokens.items()
     }
     return dataclasses.replace(
         scheduler_output,

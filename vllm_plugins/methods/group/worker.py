@@ -25,24 +25,31 @@ class GroupWorker(DraftingWorker):
     runner_class = GroupModelRunner
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        # vLLM reads the layers of a stage from here; the variable is set in the stage's process only.
+        # vLLM reads the layers of a stage from here; the variable is set in the stage's
+        # process only.
         os.environ[PARTITION] = required_config(vllm_config, self).partition
         without_full_graphs(vllm_config.compilation_config)
         super().__init__(vllm_config, *args, **kwargs)
 
 
 def without_full_graphs(compilation: Any) -> None:
-    """Replace graphs of the whole model, which cannot run its halves, by those between attention calls if vLLM can."""
+    """Replace graphs of the whole model, which cannot run its halves, by those between
+    attention calls if vLLM can.
+    """
     mode = compilation.cudagraph_mode
     if not mode.has_full_cudagraphs():
         return
     if mode.requires_piecewise_compilation():
         compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)
+        logger.info(
+            "vllm-ppd: CUDA graphs between attention calls instead of whole-model "
+            "graphs (%s)",
+            mode,
+        )
         return
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     logger.warning(
-        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot run its halves; "
-        "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot "
+        "run its halves; use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
         mode,
     )

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd calibrate`: expected acceptance against simulations and slow counts, and what reaches the heads."""
+"""`ppd calibrate`: expected acceptance against simulations and slow counts, and what
+reaches the heads.
+"""
 
 import json
 import random
@@ -26,7 +28,12 @@ from vllm_ppd.heads.calibration.run import (
     save_recommended,
 )
 from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import acceptance, end_tokens, generate, take_prompts
+from vllm_ppd.heads.calibration.text import (
+    acceptance,
+    end_tokens,
+    generate,
+    take_prompts,
+)
 from vllm_ppd.heads.early.calibration import read_exits
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import TrainingError
@@ -37,7 +44,9 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
-def simulate(accept: list[list[float]], length: int, limits: list[int], rng: random.Random) -> tuple[int, ...]:
+def simulate(
+    accept: list[list[float]], length: int, limits: list[int], rng: random.Random
+) -> tuple[int, ...]:
     """One engine's way along one text, drawing whether each draft is accepted."""
     t = cycles = drafts = drafted = accepted = 0
     while t < length:
@@ -57,13 +66,16 @@ def simulate(accept: list[list[float]], length: int, limits: list[int], rng: ran
 def test_replay_is_what_an_engine_would_do(limited: bool) -> None:
     torch.manual_seed(0)
     rng = random.Random(0)
-    accept, lengths = torch.rand(2, 7, 3), torch.tensor([8, 5])
+    accept = torch.rand(2, 7, 3)
+    lengths = torch.tensor([8, 5])
     limit = torch.randint(0, 4, (2, 7)) if limited else torch.full((2, 7), 3)
     rounds = 20_000
     totals = torch.zeros(4)
     for text in range(2):
         for _ in range(rounds):
-            way = simulate(accept[text].tolist(), int(lengths[text]), limit[text].tolist(), rng)
+            way = simulate(
+                accept[text].tolist(), int(lengths[text]), limit[text].tolist(), rng
+            )
             totals += torch.tensor(way)
     measured = torch.tensor(replay(accept, lengths, limit if limited else None))
     torch.testing.assert_close(measured, totals / rounds, rtol=0.02, atol=0.02)
@@ -74,14 +86,17 @@ def test_acceptance_under_shared_noise_by_simulation() -> None:
     log_p, log_q = torch.randn(2, 1, 6, generator=generator).mul(2).log_softmax(-1)
     log_q[0, 4] = -torch.inf  # outside a draft vocabulary
     noise = -torch.empty(400_000, 6).exponential_(generator=generator).log()
-    target, draft = (log_p + noise).argmax(-1), (log_q + noise).argmax(-1)
+    target = (log_p + noise).argmax(-1)
+    draft = (log_q + noise).argmax(-1)
     for token in range(6):
         drawn = target == token
         seen = float((draft[drawn] == token).float().mean())
         expected = float(acceptance(log_p, log_q, torch.tensor([token]), 1.0))
         assert expected == pytest.approx(seen, abs=0.02)
     greedy = acceptance(log_p, log_q, log_q.argmax(-1), 0.0)
-    assert greedy.tolist() == [1.0] and acceptance(log_p, log_q, torch.tensor([4]), 0.0).tolist() == [0.0]
+    assert greedy.tolist() == [1.0] and acceptance(
+        log_p, log_q, torch.tensor([4]), 0.0
+    ).tolist() == [0.0]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +113,9 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def heads(tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def heads(
+    tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """heads(kind): trained for a few steps on the tiny llama, made once."""
     made: dict[str, Path] = {}
 
@@ -138,12 +155,16 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_exits_against_a_slow_count(heads: Callable[[str], Path], data: Path, kind: str) -> None:
+def test_exits_against_a_slow_count(
+    heads: Callable[[str], Path], data: Path, kind: str
+) -> None:
     calibration = open_calibration(options(heads("early"), data))
-    target, texts = calibration.target, getattr(calibration, kind)
+    target = calibration.target
+    texts = getattr(calibration, kind)
     early = EarlyHeads.from_tensors(calibration.config, calibration.tensors)
     measured = read_exits(calibration, texts)
-    ranks, accept = torch.zeros_like(measured.ranks), torch.zeros_like(measured.accept)
+    ranks = torch.zeros_like(measured.ranks)
+    accept = torch.zeros_like(measured.accept)
     temperature = texts.temperature or 1.0
     with torch.no_grad():
         for row, ids in enumerate(texts.ids):
@@ -156,8 +177,14 @@ def test_exits_against_a_slow_count(heads: Callable[[str], Path], data: Path, ki
                     hidden = target.norm(states.hidden_states[layer][0, at])
                     logits = target.model.lm_head(early(hidden, layer))
                     q = torch.softmax(logits / temperature, -1)
-                    ranks[index, row, j] = logits.argsort(descending=True).tolist().index(token)
-                    chance = p[token] / torch.maximum(p / p[token], q / q[token]).sum() / p[token] ** 2
+                    ranks[index, row, j] = (
+                        logits.argsort(descending=True).tolist().index(token)
+                    )
+                    chance = (
+                        p[token]
+                        / torch.maximum(p / p[token], q / q[token]).sum()
+                        / p[token] ** 2
+                    )
                     greedy = float(ranks[index, row, j] == 0)
                     accept[index, row, j] = chance if texts.temperature else greedy
     torch.testing.assert_close(measured.accept, accept, atol=1e-3, rtol=1e-3)
@@ -172,7 +199,8 @@ def test_what_is_measured_reaches_the_heads(
     if kind != "early":
         save_recommended(str(folder), load_config(folder), {"draft_vocab_size": 128})
     result = calibrate(options(folder, data))
-    chosen, config = result["recommendation"], load_config(folder)
+    chosen = result["recommendation"]
+    config = load_config(folder)
     assert config.num_speculative_tokens == chosen["num_speculative_tokens"]
     if kind == "early":
         assert config.recommended["exit_layer"] == tuple(chosen["default_exit_layers"])
@@ -180,16 +208,21 @@ def test_what_is_measured_reaches_the_heads(
         assert set(result["parts"]["vocabulary"]) == {"128"}
         assert config.draft_vocab_size == chosen["draft_vocab_size"]
     parts = load_calibration(folder)
-    assert len(list(config.settings(parts, greedy=False))) >= len(list(config.settings(parts, greedy=True)))
+    assert len(list(config.settings(parts, greedy=False))) >= len(
+        list(config.settings(parts, greedy=True))
+    )
     text = report(json.loads((folder / "calibration.json").read_text()), str(folder))
     assert "redicted" in text and "| ---" in text
     assert text.splitlines()[2] in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("path", sorted(DEMO.parents[1].rglob("heads/*/calibration.json")), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted(DEMO.parents[1].rglob("heads/*/calibration.json")), ids=str
+)
 def test_stored_calibrations_are_read(path: Path) -> None:
     """Also those of earlier versions, which measured more."""
-    parts, config = load_calibration(path.parent), load_config(path.parent)
+    parts = load_calibration(path.parent)
+    config = load_config(path.parent)
     assert list(config.settings(parts, greedy=False))
     assert "| ---" in report(json.loads(path.read_text()))
 
@@ -208,8 +241,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_texts_are_the_targets_argmax(target: Target, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Whatever generation_config.json says, and beside longer prompts; each of its end tokens ends a text."""
+def test_greedy_texts_are_the_targets_argmax(
+    target: Target, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whatever generation_config.json says, and beside longer prompts; each of its end
+    tokens ends a text.
+    """
     given = GenerationConfig(eos_token_id=[0, 9], **SETTINGS[name])
     monkeypatch.setattr(target.model, "generation_config", given)
     assert end_tokens(target) == [0, 9]
@@ -217,20 +254,37 @@ def test_greedy_texts_are_the_targets_argmax(target: Target, monkeypatch: pytest
     for row, prompt in enumerate(PROMPTS):
         ids = list(prompt)
         with torch.no_grad():
-            while len(ids) < len(prompt) + 10 and not (len(ids) > len(prompt) and ids[-1] in (0, 9)):
-                ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            while len(ids) < len(prompt) + 10 and not (
+                len(ids) > len(prompt) and ids[-1] in (0, 9)
+            ):
+                ids.append(
+                    int(target.model(torch.tensor([ids])).logits[0, -1].argmax())
+                )
         assert texts.generated[row, : texts.lengths[row]].tolist() == ids[len(prompt) :]
-    assert target.model.generation_config is given, "what a trained base model is saved with"
+    assert target.model.generation_config is given, (
+        "what a trained base model is saved with"
+    )
 
 
-def test_prompts_are_the_records_own_or_pieces_of_texts(tmp_path: Path, target: Target) -> None:
-    ids = write(tmp_path / "a.jsonl", *({"prompt_token_ids": prompt} for prompt in PROMPTS))
-    assert take_prompts([ids], target, 3, 8, longest=10) == [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
+def test_prompts_are_the_records_own_or_pieces_of_texts(
+    tmp_path: Path, target: Target
+) -> None:
+    ids = write(
+        tmp_path / "a.jsonl", *({"prompt_token_ids": prompt} for prompt in PROMPTS)
+    )
+    assert take_prompts([ids], target, 3, 8, longest=10) == [
+        PROMPTS[0],
+        PROMPTS[2],
+        PROMPTS[3],
+    ]
     with pytest.raises(TrainingError, match=r"has 3 prompts .* but 4 are needed"):
         take_prompts([ids], target, 4, 8, longest=10)
     text = write(tmp_path / "b.jsonl", {"text": "abcdefghijklmnopqrst"})
     prompts = take_prompts([text], target, 2, 8, longest=99)
-    assert [target.tokenizer.decode(prompt) for prompt in prompts] == ["ijklmnop", "abcdefgh"]
+    assert [target.tokenizer.decode(prompt) for prompt in prompts] == [
+        "ijklmnop",
+        "abcdefgh",
+    ]
     foreign = write(tmp_path / "c.jsonl", {"prompt_token_ids": [9999]})
     with pytest.raises(TrainingError, match="has token id 9999, but the model has 320"):
         take_prompts([foreign], target, 1, 8, longest=99)
@@ -238,19 +292,30 @@ def test_prompts_are_the_records_own_or_pieces_of_texts(tmp_path: Path, target: 
 
 def test_costs_are_counted(tiny_model: Factory, target: Target) -> None:
     made = Calibration(CalibrationOptions(heads="-", data=("-",)), None, {}, target)
-    layers = sum(p.numel() for name, p in target.model.named_parameters() if ".layers." in name)
+    layers = sum(
+        p.numel() for name, p in target.model.named_parameters() if ".layers." in name
+    )
     lm_head = tiny.VOCAB * target.hidden_size
-    assert made.timing().lm_head_share == pytest.approx(lm_head / (layers + lm_head), abs=1e-4)
+    assert made.timing().lm_head_share == pytest.approx(
+        lm_head / (layers + lm_head), abs=1e-4
+    )
     matrix = target.hidden_size**2
-    assert made.timing().transform_in_layers == pytest.approx(matrix * target.num_layers / layers, abs=1e-4)
+    assert made.timing().transform_in_layers == pytest.approx(
+        matrix * target.num_layers / layers, abs=1e-4
+    )
 
 
 def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
-    target: Any = SimpleNamespace(tokenizer=tiny.make_tokenizer(), vocab_size=tiny.VOCAB)
+    target: Any = SimpleNamespace(
+        tokenizer=tiny.make_tokenizer(), vocab_size=tiny.VOCAB
+    )
     answered = {"prompt_token_ids": [40, 41], "token_ids": [66, 67, 66]}
     path = write(tmp_path / "data.jsonl", answered, {"prompt_token_ids": [40]})
     written = counts_of([path], target, by_answer=True)
-    assert {i: int(written[i]) for i in written.nonzero().flatten().tolist()} == {66: 2, 67: 1}
+    assert {i: int(written[i]) for i in written.nonzero().flatten().tolist()} == {
+        66: 2,
+        67: 1,
+    }
     assert int(counts_of([path], target, by_answer=False)[40]) == 2
 
 
@@ -260,19 +325,40 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
         (("--prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (("--eps", "0.5,2"), "--eps 2: input should be less than or equal to 1"),
-        (("--new-tokens", "512"), "--new-tokens 512 leave no prompt of the model's 512 tokens"),
+        (
+            ("--new-tokens", "512"),
+            "--new-tokens 512 leave no prompt of the model's 512 tokens",
+        ),
     ],
 )
-def test_bad_input(heads: Callable[[str], Path], data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
+def test_bad_input(
+    heads: Callable[[str], Path],
+    data: Path,
+    capsys: Any,
+    more: tuple[str, ...],
+    message: str,
+) -> None:
     folder = heads("early")
     before = (folder / "model.safetensors").read_bytes()
-    assert main(["calibrate", str(folder), "--data", str(data), "--device", "cpu", *more]) == 2
+    assert (
+        main(["calibrate", str(folder), "--data", str(data), "--device", "cpu", *more])
+        == 2
+    )
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1]
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_heads_measured_on_their_training_data_are_told(heads: Callable[[str], Path], data: Path, capsys: Any) -> None:
-    words = ["calibrate", str(heads("early")), "--data", str(data), "--target", "/nowhere"]
+def test_heads_measured_on_their_training_data_are_told(
+    heads: Callable[[str], Path], data: Path, capsys: Any
+) -> None:
+    words = [
+        "calibrate",
+        str(heads("early")),
+        "--data",
+        str(data),
+        "--target",
+        "/nowhere",
+    ]
     assert main(words) == 2
     assert "these heads were trained on" in capsys.readouterr().err

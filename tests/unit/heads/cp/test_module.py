@@ -15,53 +15,104 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.kernels.sampling import Sampling
 
-ROWS, POSITIONS, RANK, VOCAB, SIZE = 7, 4, 2, 5, 6
+ROWS = 7
+POSITIONS = 4
+RANK = 2
+VOCAB = 5
+SIZE = 6
 F64 = torch.float64
 # Whole classifiers, and factorised heads by what they read.
 FORMS = pytest.mark.parametrize("form", ["full", "none", "recurrent", "layers"])
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64) * scale
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        * scale
+    )
 
 
 class Made:
-    """A head of a form, far from its start, with an unembedding, a bias and the embeddings that it may read."""
+    """A head of a form, far from its start, with an unembedding, a bias and the
+    embeddings that it may read.
+    """
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
         condition: Any = {"full": "none", "layers": "recurrent"}.get(form, form)
-        self.factorised, layers = form != "full", (1,) if form == "layers" else ()
+        self.factorised = form != "full"
+        layers = (1,) if form == "layers" else ()
         self.size = SIZE * (1 + len(layers))  # of what is read of the target
-        self.head = CPHead(SIZE, positions, RANK, VOCAB, self.factorised, F64, 0, condition, 5, 2, layers=layers)
+        self.head = CPHead(
+            SIZE,
+            positions,
+            RANK,
+            VOCAB,
+            self.factorised,
+            F64,
+            0,
+            condition,
+            5,
+            2,
+            layers=layers,
+        )
         for seed, parameter in enumerate(self.head.parameters()):
             parameter.data.copy_(seeded(*parameter.shape, seed=seed, scale=0.6))
         self.unembedding = seeded(VOCAB, SIZE, seed=20) if self.factorised else None
-        self.bias, self.embeddings = seeded(VOCAB, seed=8), seeded(VOCAB, SIZE, seed=21, scale=0.3)
+        self.bias = seeded(VOCAB, seed=8)
+        self.embeddings = seeded(VOCAB, SIZE, seed=21, scale=0.3)
 
-    def likelihood(self, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int = 64) -> tuple[Any, Any]:
+    def likelihood(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int = 64
+    ) -> tuple[Any, Any]:
         """The joint [rows] of tokens [rows, positions], and its chain [rows, factors]."""
         context = self.embeddings[tokens[:, :-1]] if self.head.lead else None
         later = tokens[:, self.head.lead :]
-        return log_likelihood(self.head, hidden, later, self.unembedding, self.bias, context, chunk)
+        return log_likelihood(
+            self.head, hidden, later, self.unembedding, self.bias, context, chunk
+        )
 
-    def draft(self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None, seed: int = 11) -> torch.Tensor:
+    def draft(
+        self,
+        hidden: torch.Tensor,
+        first: torch.Tensor,
+        sampling: Any = None,
+        seed: int = 11,
+    ) -> torch.Tensor:
         torch.manual_seed(seed)
-        return draft(self.head, hidden, first, self.unembedding, self.bias, sampling, self.embeddings)
+        return draft(
+            self.head,
+            hidden,
+            first,
+            self.unembedding,
+            self.bias,
+            sampling,
+            self.embeddings,
+        )
 
     @torch.no_grad()
-    def conditional(self, hidden: torch.Tensor, before: tuple[int, ...]) -> torch.Tensor:
-        """P(x_s | e, x_1..x_{s-1}) of a row (eq. 2, 6 and 7) [vocabulary], from a state [d] and the tokens before."""
-        head, weights = self.head, self.head.gate @ hidden[:SIZE]
+    def conditional(
+        self, hidden: torch.Tensor, before: tuple[int, ...]
+    ) -> torch.Tensor:
+        """P(x_s | e, x_1..x_{s-1}) of a row (eq. 2, 6 and 7) [vocabulary], from a state
+        [d] and the tokens before.
+        """
+        head = self.head
+        weights = self.head.gate @ hidden[:SIZE]
         read = self.embeddings[before[0]] if head.lead else None
         if head.token_gate is not None and read is not None:
             weights = weights + head.token_gate @ read
-        weights, recurrent = weights.softmax(0), hidden[:SIZE]
+        weights = weights.softmax(0)
+        recurrent = hidden[:SIZE]
         if head.layers and head.recurrence is not None:
-            recurrent = recurrent + head.recurrence.fuse @ torch.cat([normed(state) for state in hidden.split(SIZE)])
+            recurrent = recurrent + head.recurrence.fuse @ torch.cat(
+                [normed(state) for state in hidden.split(SIZE)]
+            )
         for s, token in enumerate((*before[head.lead :], None)):
             factors = []
             if head.recurrence is not None:
-                recurrent = recurrent_state(head.recurrence, recurrent, self.embeddings[before[s]])
+                recurrent = recurrent_state(
+                    head.recurrence, recurrent, self.embeddings[before[s]]
+                )
             for expert in range(RANK):
                 if head.recurrence is not None and self.unembedding is not None:
                     thin = head.recurrence.up[expert] @ head.recurrence.down[expert]
@@ -84,10 +135,14 @@ def normed(vector: torch.Tensor) -> torch.Tensor:
     return vector / (vector.square().mean() + 1e-6).sqrt()
 
 
-def recurrent_state(recurrence: Any, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+def recurrent_state(
+    recurrence: Any, state: torch.Tensor, embedded: torch.Tensor
+) -> torch.Tensor:
     """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)]: [d]."""
     matrix = torch.cat([recurrence.inner, recurrence.token], dim=1)
-    linear, gate, value = (matrix @ torch.cat([normed(state), normed(embedded)])).split([SIZE, 5, 5])
+    linear, gate, value = (matrix @ torch.cat([normed(state), normed(embedded)])).split(
+        [SIZE, 5, 5]
+    )
     gated = gate * gate.sigmoid() * value
     return state + linear + recurrence.outer @ gated
 
@@ -97,23 +152,34 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     """Position by position, whatever the chunk; and the gradients are those without chunks."""
     made = Made(form)
     hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
-    tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6))
+    tokens = torch.randint(
+        VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6)
+    )
     drafts = made.draft(hidden, tokens[:, 0])
-    almost_greedy = made.draft(hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6)))
+    almost_greedy = made.draft(
+        hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6))
+    )
     assert torch.equal(drafts, almost_greedy)
     gradients = []
     for chunk in (100, 1, 3):
         joint, chain = made.likelihood(hidden, tokens, chunk)
         torch.testing.assert_close(joint, chain.sum(1))
-        gradients.append(torch.autograd.grad(joint.sum() + chain[:, 1].sum(), [hidden, *made.head.parameters()]))
+        gradients.append(
+            torch.autograd.grad(
+                joint.sum() + chain[:, 1].sum(), [hidden, *made.head.parameters()]
+            )
+        )
         torch.testing.assert_close(gradients[-1], gradients[0])
         with torch.no_grad():
             torch.testing.assert_close(made.likelihood(hidden, tokens, chunk)[0], joint)
     for row in range(ROWS):
-        text, state = tuple(tokens[row].tolist()), hidden[row].detach()
+        text = tuple(tokens[row].tolist())
+        state = hidden[row].detach()
         for s in range(made.head.lead, POSITIONS):
             expected = made.conditional(state, text[:s])
-            torch.testing.assert_close(chain[row, s - made.head.lead].detach().exp(), expected[text[s]])
+            torch.testing.assert_close(
+                chain[row, s - made.head.lead].detach().exp(), expected[text[s]]
+            )
         drafted = text[:1]
         for _ in range(POSITIONS - 1):
             expected = made.conditional(state, drafted)
@@ -126,7 +192,9 @@ def test_the_joint_sums_to_one(form: str) -> None:
     made = Made(form, 3)
     first = [2] if made.head.lead else range(VOCAB)
     tuples = torch.tensor([*itertools.product(first, range(VOCAB), range(VOCAB))])
-    joint, _ = made.likelihood(seeded(1, made.size, seed=5).expand(len(tuples), -1), tuples)
+    joint, _ = made.likelihood(
+        seeded(1, made.size, seed=5).expand(len(tuples), -1), tuples
+    )
     torch.testing.assert_close(joint.exp().sum(), torch.ones((), dtype=F64))
 
 
@@ -141,9 +209,13 @@ def test_the_joint_sums_to_one(form: str) -> None:
         ("recurrent", 2.0, {"top_k": 4}),
     ],
 )
-def test_sampled_drafts_follow_the_formula(form: str, temperature: float, limits: dict[str, Any]) -> None:
+def test_sampled_drafts_follow_the_formula(
+    form: str, temperature: float, limits: dict[str, Any]
+) -> None:
     """Chi-square of all (x_2, x_3), at a temperature, cut and not."""
-    made, draws, first = Made(form, 3), 20_000, 3
+    made = Made(form, 3)
+    draws = 20_000
+    first = 3
     hidden = seeded(1, SIZE, seed=5, scale=0.2)
     cuts = {name: torch.full((draws,), value) for name, value in limits.items()}
     sampling = Sampling(torch.full((draws,), temperature), **cuts)
@@ -155,17 +227,27 @@ def test_sampled_drafts_follow_the_formula(form: str, temperature: float, limits
         order = sharpened.argsort(descending=True)
         best = order[: limits.get("top_k", VOCAB)]
         if "top_p" in limits:
-            best = order[: int((sharpened[order].cumsum(0) < limits["top_p"]).sum()) + 1]
+            best = order[
+                : int((sharpened[order].cumsum(0) < limits["top_p"]).sum()) + 1
+            ]
         sharpened = torch.zeros_like(sharpened).scatter(0, best, sharpened[best])
         return sharpened / sharpened.sum()
 
     second = cut((first,))
-    expected = torch.stack([second[x] * cut((first, x)) for x in range(VOCAB)]).flatten() * draws
+    expected = (
+        torch.stack([second[x] * cut((first, x)) for x in range(VOCAB)]).flatten()
+        * draws
+    )
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2)
     often = expected >= 5
     assert int(often.sum()) >= 6 and counts[expected == 0].sum() == 0
-    classes = [torch.cat([values[often], values[~often].sum()[None]]) for values in (counts.double(), expected)]
-    observed, wanted = (values if classes[1][-1] else values[:-1] for values in classes)  # the rare ones are a class
+    classes = [
+        torch.cat([values[often], values[~often].sum()[None]])
+        for values in (counts.double(), expected)
+    ]
+    observed, wanted = (
+        values if classes[1][-1] else values[:-1] for values in classes
+    )  # the rare ones are a class
     assert chisquare(observed, wanted).pvalue > 1e-3
 
 
@@ -186,32 +268,46 @@ def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        joint, _ = made.likelihood(seeded(7, SIZE, seed=5), torch.zeros(7, 3, dtype=torch.int64), chunk=3)
+        joint, _ = made.likelihood(
+            seeded(7, SIZE, seed=5), torch.zeros(7, 3, dtype=torch.int64), chunk=3
+        )
     assert (rows, max(saved)) == ([3, 3, 1], 0)
     joint.sum().backward()
     assert sorted(rows) == [1, 1, 3, 3, 3, 3]
 
 
 def test_fresh_experts_stand_near_the_targets_head_but_apart() -> None:
-    hidden, unembedding = torch.randn(4, 64), torch.randn(30, 64)
-    factorised, full = CPHead(64, 2, 3), CPHead(64, 2, 3, 30, factorised=False)
+    hidden = torch.randn(4, 64)
+    unembedding = torch.randn(30, 64)
+    factorised = CPHead(64, 2, 3)
+    full = CPHead(64, 2, 3, 30, factorised=False)
     assert full.classifiers is not None and not full.classifiers.any()
     full.init_classifiers(unembedding)
     for head in (factorised, full):
         logits = head.logits(hidden, unembedding)
-        assert (logits - hidden.matmul(unembedding.T)[:, None, None]).norm() < 0.02 * logits.norm()
+        assert (
+            logits - hidden.matmul(unembedding.T)[:, None, None]
+        ).norm() < 0.02 * logits.norm()
         assert not torch.equal(logits[:, 0, 0], logits[:, 0, 1])
         # The balance loss starts from experts that share the tokens, not from a tie.
         assert len(head.log_weights(torch.randn(50, 64)).argmax(-1).unique()) == 3
-    assert torch.equal(factorised.tensors()["cp.transforms"], CPHead(64, 2, 3).tensors()["cp.transforms"])
+    assert torch.equal(
+        factorised.tensors()["cp.transforms"],
+        CPHead(64, 2, 3).tensors()["cp.transforms"],
+    )
     assert not torch.equal(factorised.gate, CPHead(64, 2, 3, seed=1).gate)
-    torch.testing.assert_close(CPHead(64, 2, 1).states(hidden), hidden[:, None, None].expand(-1, 2, 1, -1))
+    torch.testing.assert_close(
+        CPHead(64, 2, 1).states(hidden), hidden[:, None, None].expand(-1, 2, 1, -1)
+    )
 
 
 def test_gradients_separate_the_experts() -> None:
-    """Tokens that come in pairs: rank 1 cannot fall under 2 log 2, rank 2 learns the pairs from its fresh start."""
+    """Tokens that come in pairs: rank 1 cannot fall under 2 log 2, rank 2 learns the
+    pairs from its fresh start.
+    """
     torch.manual_seed(0)
-    hidden, unembedding = torch.ones(64, 8), torch.randn(4, 8)
+    hidden = torch.ones(64, 8)
+    unembedding = torch.randn(4, 8)
     tokens = torch.tensor([[0, 1], [2, 3]]).repeat(32, 1)
     losses = {}
     for rank in (1, 2):
@@ -232,22 +328,44 @@ def test_gradients_separate_the_experts() -> None:
 def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     made = Made(form)
     head = made.head.to(dtype)
-    target = TargetLayers(model_type="llama", hidden_size=SIZE, vocab_size=VOCAB, num_hidden_layers=2)
+    target = TargetLayers(
+        model_type="llama", hidden_size=SIZE, vocab_size=VOCAB, num_hidden_layers=2
+    )
     config = CPConfig(
-        verifier="m", positions=POSITIONS, rank=RANK, condition=head.condition, factorised=made.factorised,
-        num_speculative_tokens=3, target=target, inner_size=5, expert_rank=2, layers=head.layers,
-    )  # fmt: skip
+        verifier="m",
+        positions=POSITIONS,
+        rank=RANK,
+        condition=head.condition,
+        factorised=made.factorised,
+        num_speculative_tokens=3,
+        target=target,
+        inner_size=5,
+        expert_rank=2,
+        layers=head.layers,
+    )
     tensors = head.tensors()
-    assert {name: [*tensor.shape] for name, tensor in tensors.items()} == config.shapes()
+    assert {
+        name: [*tensor.shape] for name, tensor in tensors.items()
+    } == config.shapes()
     again = CPHead.from_tensors(config, tensors)
-    assert (again.positions, again.condition, again.factors) == (POSITIONS, head.condition, config.factors)
-    assert all(torch.equal(value, tensors[name]) for name, value in again.tensors().items())
-    made.head, made.embeddings = again, made.embeddings.to(dtype)
-    made.unembedding, made.bias = seeded(VOCAB, SIZE).to(dtype), made.bias.to(dtype)
+    assert (again.positions, again.condition, again.factors) == (
+        POSITIONS,
+        head.condition,
+        config.factors,
+    )
+    assert all(
+        torch.equal(value, tensors[name]) for name, value in again.tensors().items()
+    )
+    made.head = again
+    made.embeddings = made.embeddings.to(dtype)
+    made.unembedding = seeded(VOCAB, SIZE).to(dtype)
+    made.bias = made.bias.to(dtype)
     tokens = made.draft(seeded(2, made.size).to(dtype), torch.tensor([0, 1]))
     assert tokens.shape == (2, POSITIONS - 1)
     assert CPConfig.model_validate(config.to_json()) == config
     old = config.to_json()
     del old["condition"]
     if head.condition == "none":
-        assert CPConfig.model_validate(old) == config, "heads from before there were conditions"
+        assert CPConfig.model_validate(old) == config, (
+            "heads from before there were conditions"
+        )

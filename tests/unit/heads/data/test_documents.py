@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' files: what is read and as what, what is skipped and counted, what is refused in one line."""
+"""Users' files: what is read and as what, what is skipped and counted, what is refused
+in one line.
+"""
 
 import json
 import os
@@ -21,12 +23,17 @@ from vllm_ppd.vllm_plugins.cli.main import main
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "f"}}],
+}
 # As strict as Mistral's and Gemma's: users and assistants in turn, no system message.
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[{{ "
+    "c.function.name }}]{% endfor %}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 BOS = 5
@@ -57,14 +64,24 @@ def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
     ("record", "text", "prompt"),
     [
         ({"text": "x", "messages": None}, "x", None),
-        ({"messages": CHAT, "text": None}, "<user>hi<assistant>ho", "<user>hi<assistant>"),
-        ({"messages": [CHAT[0], CALL]}, "<user>hi<assistant>[f]", "<user>hi<assistant>"),
+        (
+            {"messages": CHAT, "text": None},
+            "<user>hi<assistant>ho",
+            "<user>hi<assistant>",
+        ),
+        (
+            {"messages": [CHAT[0], CALL]},
+            "<user>hi<assistant>[f]",
+            "<user>hi<assistant>",
+        ),
         ({"prompt": "a"}, "a", "a"),
         ({"prompt": "a", "response": " b"}, "a b", "a"),
         ({"prompt": "a", "completion": " b"}, "a b", "a"),
     ],
 )
-def test_forms_of_records(tmp_path: Path, chatty: Any, record: Any, text: str, prompt: str | None) -> None:
+def test_forms_of_records(
+    tmp_path: Path, chatty: Any, record: Any, text: str, prompt: str | None
+) -> None:
     (document,) = Documents([write(tmp_path / "a.jsonl", record)], lambda: chatty)
     assert (document.text, document.prompt) == (text, prompt)
 
@@ -75,14 +92,30 @@ def test_forms_of_records(tmp_path: Path, chatty: Any, record: Any, text: str, p
         ("{", "a.jsonl:2 is not JSON"),
         ('{"text": "\xe9"}', "a.jsonl:2 is not JSON .not UTF-8"),
         ('{"a": ' + "[" * 100_000, "a.jsonl:2 is not JSON .nested too deeply"),
-        ('{"question": "x", "chosen": "y"}', "a.jsonl:2 has 'chosen', 'question'; each record needs 'messages'"),
-        ('{"prompt": "x", "response": 3}', "a.jsonl:2: 'response' is of type int; it must be a string"),
+        (
+            '{"question": "x", "chosen": "y"}',
+            "a.jsonl:2 has 'chosen', 'question'; each record needs 'messages'",
+        ),
+        (
+            '{"prompt": "x", "response": 3}',
+            "a.jsonl:2: 'response' is of type int; it must be a string",
+        ),
         ("[1]", "a.jsonl:2 is no JSON object"),
         ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),
-        ('{"messages": "hi"}', "a.jsonl:2: 'messages' must be a list of objects with 'role' and 'content' strings"),
+        (
+            '{"messages": "hi"}',
+            "a.jsonl:2: 'messages' must be a list of objects with 'role' and "
+            "'content' strings",
+        ),
         ('{"messages": [{"role": "user"}]}', "a.jsonl:2: 'messages' must be a list"),
-        ('{"prompt_token_ids": [1, true]}', "a.jsonl:2: no list of token ids under 'prompt_token_ids'"),
-        (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, but this model's tokenizer has no chat template"),
+        (
+            '{"prompt_token_ids": [1, true]}',
+            "a.jsonl:2: no list of token ids under 'prompt_token_ids'",
+        ),
+        (
+            json.dumps({"messages": CHAT}),
+            "a.jsonl:2 is a chat, but this model's tokenizer has no chat template",
+        ),
         ('{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
     ],
 )
@@ -98,11 +131,17 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     ("name", "content", "message"),
     [
         ("a.json", b'[{"text": "a"},\n {"text" "b"}]', "a.json is not JSON .*line 2"),
-        ("a.json", b'[{"text": "a"}, {"text": 3}]', "a.json, record 2: 'text' is of type int"),
+        (
+            "a.json",
+            b'[{"text": "a"}, {"text": 3}]',
+            "a.json, record 2: 'text' is of type int",
+        ),
         ("a.txt", b"one\n\xff\n", "a.txt is not UTF-8 text; convert the file"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_bad_file_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TrainingError, match=message):
         read(tmp_path / name, templated(None))
@@ -112,7 +151,10 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, message:
     ("record", "reason"),
     [
         ({"text": "a\ud800b"}, "a lone surrogate in the text"),
-        ({"messages": [SYSTEM, *CHAT]}, "the chat template rejects it (System role not supported)"),
+        (
+            {"messages": [SYSTEM, *CHAT]},
+            "the chat template rejects it (System role not supported)",
+        ),
         ({"messages": []}, "a chat without messages"),
         ({"text": None}, "the text is null"),
         ({"prompt_token_ids": []}, "the text is empty"),
@@ -121,14 +163,20 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes, message:
 def test_records_that_are_skipped_are_counted(
     tmp_path: Path, chatty: Any, capsys: Any, record: Any, reason: str
 ) -> None:
-    made = Documents([write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)], lambda: chatty)
+    made = Documents(
+        [write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)], lambda: chatty
+    )
     assert [document.text for document in made] == ["fine"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"vllm-ppd: skipped 2: 2 {reason}") and line.endswith(", of 3 records")
+    assert line.startswith(f"vllm-ppd: skipped 2: 2 {reason}") and line.endswith(
+        ", of 3 records"
+    )
 
 
 def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
-    """One BOS at the beginning, whether of a text, of a piece of it, or of a chat whose template writes it."""
+    """One BOS at the beginning, whether of a text, of a piece of it, or of a chat whose
+    template writes it.
+    """
     tokenizer = tiny.make_tokenizer()
     token = tokenizer.convert_ids_to_tokens(BOS)
     special = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, BOS)])
@@ -139,20 +187,31 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
     documents = Documents([path], lambda: tokenizer)
     served = [
         tokenizer("some longer text")["input_ids"],
-        tokenizer(tokenizer.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False)["input_ids"],
+        tokenizer(
+            tokenizer.apply_chat_template(CHAT, tokenize=False),
+            add_special_tokens=False,
+        )["input_ids"],
     ]
     assert [document.ids for document in documents.tokens()] == served
     pieces, chat = document_prompts(documents, 5)
     assert not pieces.is_asked and chat.is_asked and len(pieces.ids) > 1
-    assert all(ids[0] == BOS and BOS not in ids[1:] and len(ids) == 5 for ids in pieces.ids)
-    asked = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert all(
+        ids[0] == BOS and BOS not in ids[1:] and len(ids) == 5 for ids in pieces.ids
+    )
+    asked = tokenizer.apply_chat_template(
+        CHAT[:1], tokenize=False, add_generation_prompt=True
+    )
     assert chat.ids == [tokenizer(asked, add_special_tokens=False)["input_ids"]]
 
 
 BAD: dict[str, tuple[str, str | None, str]] = {
     "no file": ("none.jsonl", None, "data file 'none.jsonl' does not exist"),
     "a pipe": ("pipe", None, "data file 'pipe' is not a regular file"),
-    "no text": ("a.jsonl", '\n{"text": null}\n', "no text in a.jsonl (a.jsonl:2: the text is null); give .jsonl"),
+    "no text": (
+        "a.jsonl",
+        '\n{"text": null}\n',
+        "no text in a.jsonl (a.jsonl:2: the text is null); give .jsonl",
+    ),
     "no JSON": ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
 }
 
@@ -184,9 +243,13 @@ def test_commands_refuse_bad_data_before_a_model_is_loaded(
 
 
 def test_too_few_prompts_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    ids, text = {"prompt_token_ids": [4, 5]}, {"text": "has any number of prompts"}
+    ids = {"prompt_token_ids": [4, 5]}
+    text = {"text": "has any number of prompts"}
     data = write(tmp_path / "a.jsonl", ids, {"prompt": "x"})
     check_data([data], prompts=2)
-    with pytest.raises(TrainingError, match=r"3 prompts are needed, but .*a\.jsonl have 2; give more data"):
+    with pytest.raises(
+        TrainingError,
+        match=r"3 prompts are needed, but .*a\.jsonl have 2; give more data",
+    ):
         check_data([data], prompts=3)
     check_data([data, write(tmp_path / "b.jsonl", text)], prompts=3)

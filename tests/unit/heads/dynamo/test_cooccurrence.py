@@ -24,11 +24,23 @@ def test_counts_are_those_of_a_counter(order: int) -> None:
     documents = corpus()
     counted = CoOccurrence.from_tokens(documents, VOCAB, order)
     for n in range(2, order + 1):
-        grams = Counter(tuple(d[i : i + n].tolist()) for d in documents for i in range(len(d) - n + 1))
-        keys = {sum(token * VOCAB ** (n - 1 - i) for i, token in enumerate(gram)): c for gram, c in grams.items()}
-        assert dict(zip(counted.keys[n].tolist(), counted.counts[n].tolist(), strict=True)) == keys
+        grams = Counter(
+            tuple(d[i : i + n].tolist())
+            for d in documents
+            for i in range(len(d) - n + 1)
+        )
+        keys = {
+            sum(token * VOCAB ** (n - 1 - i) for i, token in enumerate(gram)): c
+            for gram, c in grams.items()
+        }
+        assert (
+            dict(zip(counted.keys[n].tolist(), counted.counts[n].tolist(), strict=True))
+            == keys
+        )
         assert int(counted.totals[n - 1]) == sum(grams.values())
-    assert counted.unigram.tolist() == [sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)]
+    assert counted.unigram.tolist() == [
+        sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)
+    ]
 
 
 def test_mask_is_the_ratio_of_eq_3() -> None:
@@ -37,7 +49,11 @@ def test_mask_is_the_ratio_of_eq_3() -> None:
     tokens = [d.tolist() for d in documents]
     single = Counter(t for d in tokens for t in d)
     triples = Counter(tuple(d[i : i + 3]) for d in tokens for i in range(len(d) - 2))
-    ids = [torch.tensor([[0, 1, 4]]), torch.tensor([[2, 4, 0]]), torch.tensor([[1, 0, 4]])]
+    ids = [
+        torch.tensor([[0, 1, 4]]),
+        torch.tensor([[2, 4, 0]]),
+        torch.tensor([[1, 0, 4]]),
+    ]
     counted = mask(ids, table.ngrams)
     for index in itertools.product(range(3), repeat=3):
         gram = tuple(int(ids[i][0, index[i]]) for i in range(3))
@@ -72,13 +88,17 @@ def test_counts_refuse_what_does_not_fit() -> None:
 
 
 def test_keys_fit_whatever_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where V^n is too large, n-grams of the most frequent tokens are counted, and others have mask 0."""
+    """Where V^n is too large, n-grams of the most frequent tokens are counted, and
+    others have mask 0.
+    """
     documents = corpus()
     whole = CoOccurrence.from_tokens(documents, VOCAB, 3)
     ids = [torch.arange(VOCAB)[None]] * 3
     expected = mask(ids, whole.ngrams)[0]
     monkeypatch.setattr(counts, "KEYS", 5**3 + 1)
-    bounded = CoOccurrence.from_tokens(documents, VOCAB, 3, unigram=whole.unigram.numpy())
+    bounded = CoOccurrence.from_tokens(
+        documents, VOCAB, 3, unigram=whole.unigram.numpy()
+    )
     frequent = sorted(whole.unigram.argsort(descending=True, stable=True)[:4].tolist())
     assert bounded.digits.base == 5 and bounded.digits.tokens.tolist() == frequent
     loaded = CoOccurrence.from_tensors(bounded.tensors())
@@ -89,7 +109,9 @@ def test_keys_fit_whatever_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(mask(ids, loaded.ngrams)[0], expected * all_known)
     assert torch.equal(loaded.totals, whole.totals)
     keys = bounded.tensors() | {"cooccurrence.3.keys": torch.tensor([5**3])}
-    with pytest.raises(ValueError, match=r"cooccurrence\.3\.keys are not ascending keys"):
+    with pytest.raises(
+        ValueError, match=r"cooccurrence\.3\.keys are not ascending keys"
+    ):
         check_counts({name: tensor.numpy() for name, tensor in keys.items()})
 
 
@@ -99,7 +121,9 @@ def test_four_tokens_of_large_vocabularies_fit(vocab_size: int) -> None:
     unigram = np.bincount(document, minlength=vocab_size)
     counted = CoOccurrence.from_tokens([document], vocab_size, 4, unigram=unigram)
     assert counted.digits.base == min(vocab_size, 55_108)
-    rows = [torch.from_numpy(document[i : len(document) - 3 + i])[:, None] for i in range(4)]
+    rows = [
+        torch.from_numpy(document[i : len(document) - 3 + i])[:, None] for i in range(4)
+    ]
     ratios = mask(rows, counted.ngrams)
     assert ratios.isfinite().all() and (ratios > 0).all()
 
@@ -117,7 +141,10 @@ def test_counts_round_trip(tmp_path: Path) -> None:
 def test_many_occurrences_of_a_token_are_counted_as_the_most() -> None:
     """Where they do not fit 31 bits, they became negative."""
     table = CoOccurrence(
-        torch.tensor([2**33, 1]), torch.tensor([2**34, 8]), {2: torch.tensor([1])}, {2: torch.tensor([3])}
+        torch.tensor([2**33, 1]),
+        torch.tensor([2**34, 8]),
+        {2: torch.tensor([1])},
+        {2: torch.tensor([3])},
     )
     stored = table.tensors()
     assert stored["cooccurrence.unigram"].tolist() == [2**31 - 1, 1]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's choice of an n-gram against a direct, slow transcription of Algorithm 1 and its equations."""
+"""DynaMo's choice of an n-gram against a direct, slow transcription of Algorithm 1 and
+its equations.
+"""
 
 import itertools
 import math
@@ -22,67 +24,101 @@ VOCAB = 7
 
 
 def select(
-    scores: list[torch.Tensor], settings: JointSettings, counts: CoOccurrence | None = None, **given: torch.Tensor
+    scores: list[torch.Tensor],
+    settings: JointSettings,
+    counts: CoOccurrence | None = None,
+    **given: torch.Tensor,
 ) -> JointChoice:
-    joint = candidates(scores, settings, counts and counts.ngrams, given.pop("first_token", None))
+    joint = candidates(
+        scores, settings, counts and counts.ngrams, given.pop("first_token", None)
+    )
     return joint.back_off(settings, **given)  # type: ignore[arg-type]
 
 
-def log_probs(rows: int, n: int, seed: int = 0, vocab: int = VOCAB, sharp: float = 2.0) -> list[torch.Tensor]:
+def log_probs(
+    rows: int, n: int, seed: int = 0, vocab: int = VOCAB, sharp: float = 2.0
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.log_softmax(sharp * torch.randn(rows, vocab, generator=generator), -1) for _ in range(n)]
+    return [
+        torch.log_softmax(sharp * torch.randn(rows, vocab, generator=generator), -1)
+        for _ in range(n)
+    ]
 
 
 def slow_blur(values: np.ndarray, size: int) -> np.ndarray:
     """Convolution with the outer product of Gaussians, index by index."""
-    half, axes = size // 2, values.ndim
+    half = size // 2
+    axes = values.ndim
     sigma = 0.3 * ((size - 1) * 0.5 - 1) + 0.8
-    line = np.array([math.exp(-(o**2) / (2 * sigma**2)) for o in range(-half, half + 1)])
+    line = np.array(
+        [math.exp(-(o**2) / (2 * sigma**2)) for o in range(-half, half + 1)]
+    )
     line /= line.sum()
     result = np.zeros_like(values)
     for index in np.ndindex(values.shape):
         for offset in itertools.product(range(-half, half + 1), repeat=axes):
-            at = tuple(min(max(i + o, 0), s - 1) for i, o, s in zip(index, offset, values.shape, strict=True))
+            at = tuple(
+                min(max(i + o, 0), s - 1)
+                for i, o, s in zip(index, offset, values.shape, strict=True)
+            )
             result[index] += values[at] * math.prod(line[o + half] for o in offset)
     return result
 
 
 def slow_otsu(values: list[float], bins: int) -> float:
     """Every cut tried, variances from the members of the classes."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     index = [min(int((v - low) / (high - low) * bins), bins - 1) for v in values]
-    best, threshold = -1.0, low
+    best = -1.0
+    threshold = low
     for cut in range(1, bins):
-        below, above = [i for i in index if i < cut], [i for i in index if i >= cut]
+        below = [i for i in index if i < cut]
+        above = [i for i in index if i >= cut]
         if below and above:
             gap = sum(below) / len(below) - sum(above) / len(above)
             if len(below) * len(above) * gap**2 > best * (1 + 1e-12):
-                best, threshold = len(below) * len(above) * gap**2, low + (high - low) * cut / bins
+                best = len(below) * len(above) * gap**2
+                threshold = low + (high - low) * cut / bins
     return threshold
 
 
 def slow_choice(
-    heads: list[torch.Tensor], settings: JointSettings, counts: CoOccurrence | None, row: int
+    heads: list[torch.Tensor],
+    settings: JointSettings,
+    counts: CoOccurrence | None,
+    row: int,
 ) -> tuple[int, np.ndarray]:
     """Algorithm 1 with loops: the order, and the joint over the heads' top-k (empty of order 1)."""
     for n in range(len(heads), 1, -1):
-        tops = [head[row].double().exp().topk(min(settings.k, VOCAB)) for head in heads[:n]]
+        tops = [
+            head[row].double().exp().topk(min(settings.k, VOCAB)) for head in heads[:n]
+        ]
         entries = np.ones([len(top.values) for top in tops])
         grams = {}
         for index in np.ndindex(entries.shape):
             of_heads = list(zip(tops, index, strict=True))
             grams[index] = gram = [int(top.indices[i]) for top, i in of_heads]
-            entries[index] = math.prod(float(top.values[i] / top.values.sum()) for top, i in of_heads)
+            entries[index] = math.prod(
+                float(top.values[i] / top.values.sum()) for top, i in of_heads
+            )
             if counts is not None:
                 entries[index] *= (
-                    float(mask([torch.tensor([[token]]) for token in gram], counts.ngrams)) ** settings.alpha_c
+                    float(
+                        mask([torch.tensor([[token]]) for token in gram], counts.ngrams)
+                    )
+                    ** settings.alpha_c
                 )
         entries /= entries.sum() or 1
         floor = settings.eps_b ** (n - 1)
         entries[entries < floor] = 0
         if settings.adaptive:
             blurred = slow_blur(entries, settings.blur)
-            threshold = slow_otsu(blurred.ravel().tolist(), 256) if blurred.max() > blurred.min() else blurred.min()
+            threshold = (
+                slow_otsu(blurred.ravel().tolist(), 256)
+                if blurred.max() > blurred.min()
+                else blurred.min()
+            )
             entries[(blurred < threshold) & (entries < entries.max())] = 0
         for index, gram in grams.items():
             if len(set(gram)) < n:
@@ -96,15 +132,19 @@ def slow_choice(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"eps_b": 0.0}, {"eps_b": 0.1, "blur": 5}, {"eps_b": 0.3, "blur": 1}, {"eps_b": 0.1, "adaptive": False},
+        {"eps_b": 0.0},
+        {"eps_b": 0.1, "blur": 5},
+        {"eps_b": 0.3, "blur": 1},
+        {"eps_b": 0.1, "adaptive": False},
         {"eps_b": 1.0},
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("alpha_c", [0.0, 0.5, 1.0])
 def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) -> None:
     """Every entry of the joint of the order that is taken, and the likeliest n-gram."""
     rows = 20 if n < 4 else 4
-    heads, eps_b = log_probs(rows, n), changes["eps_b"]
+    heads = log_probs(rows, n)
+    eps_b = changes["eps_b"]
     counts = CoOccurrence.from_tokens(corpus(), VOCAB, n) if alpha_c else None
     settings = JointSettings(k=4, repetition_penalty=1.5, alpha_c=alpha_c, **changes)
     choice = select(heads, settings, counts)
@@ -114,9 +154,12 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
         assert int(choice.order[row]) == order
         assert (best[row, order:] == -1).all()
         if order > 1:
-            np.testing.assert_allclose(choice.joints[order - 1][row].numpy(), entries, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(
+                choice.joints[order - 1][row].numpy(), entries, rtol=1e-4, atol=1e-7
+            )
             place = tuple(
-                int((ids[row] == best[row, i]).int().argmax()) for i, ids in enumerate(choice.top.token_ids[:order])
+                int((ids[row] == best[row, i]).int().argmax())
+                for i, ids in enumerate(choice.top.token_ids[:order])
             )
             assert entries[place] == pytest.approx(entries.max(), rel=1e-4)
     if eps_b == 1.0:
@@ -149,16 +192,26 @@ def test_everything_masked_backs_off() -> None:
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.5, 0.6])
 def test_peaks_outlive_the_thresholds(eps_b: float) -> None:
-    """The choice of n and the likeliest n-gram are taken before the thresholds: after them they are the same."""
-    choice = select(log_probs(40, 3), JointSettings(k=5, eps_b=eps_b), CoOccurrence.from_tokens(corpus(), VOCAB, 3))
+    """The choice of n and the likeliest n-gram are taken before the thresholds: after
+    them they are the same.
+    """
+    choice = select(
+        log_probs(40, 3),
+        JointSettings(k=5, eps_b=eps_b),
+        CoOccurrence.from_tokens(corpus(), VOCAB, 3),
+    )
     assert len(choice.order.unique()) == (3 if eps_b else 1)
     for m, joint in enumerate(choice.joints, start=1):
-        flat, rows = joint.flatten(1), choice.order == m
+        flat = joint.flatten(1)
+        rows = choice.order == m
         places = tuple(choice.likeliest.places[rows, :m].unbind(1))
         assert torch.equal(flat.amax(1)[rows], joint[(rows.nonzero()[:, 0], *places)])
         if m > 1:
             assert (flat.amax(1)[rows] > eps_b ** (m - 1)).all()
-            assert (choice.candidates.joints[m - 1].flatten(1).amax(1)[choice.order < m] <= eps_b ** (m - 1)).all()
+            assert (
+                choice.candidates.joints[m - 1].flatten(1).amax(1)[choice.order < m]
+                <= eps_b ** (m - 1)
+            ).all()
 
 
 def test_eps_b_of_each_row() -> None:
@@ -200,7 +253,9 @@ def test_conditioning_is_the_joint_given_the_first_token(first: int) -> None:
         at = whole.top.token_ids[0][row].tolist().index(first)
         conditional = whole.joints[2][row, at]
         if conditional.sum() > 0:
-            torch.testing.assert_close(given.joints[2][row, 0], conditional / conditional.sum())
+            torch.testing.assert_close(
+                given.joints[2][row, 0], conditional / conditional.sum()
+            )
 
 
 def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
@@ -216,7 +271,9 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
     claimed = choice.probabilities(tokens).prod(dim=1)
     for ngram in tokens.unique(dim=0):
         rows = (tokens[10:] == ngram).all(dim=1)
-        assert float(claimed[10:][rows][0]) == pytest.approx(float(rows.float().mean()), abs=0.015)
+        assert float(claimed[10:][rows][0]) == pytest.approx(
+            float(rows.float().mean()), abs=0.015
+        )
     outside = tokens.clone()
     outside[:, 1] = VOCAB  # no head's candidate
     assert not choice.probabilities(outside).any()

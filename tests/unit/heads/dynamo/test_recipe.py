@@ -18,14 +18,19 @@ def recipe_of(model: Path, **options: Any) -> DynaMoRecipe:
     given = {"model": str(model), "data": ("-",), "out": "-", "tokens": 3, **options}
     trainable = options.get("recipe") == "full"
     return DynaMoRecipe(
-        DynaMoOptions(**given), Target(str(model), torch.device("cpu"), torch.float32, trainable=trainable)
+        DynaMoOptions(**given),
+        Target(str(model), torch.device("cpu"), torch.float32, trainable=trainable),
     )
 
 
 def two_documents(length: int = 24) -> Batch:
-    """A window of a whole document, and one of two, of which the second counts from its fourth token on."""
+    """A window of a whole document, and one of two, of which the second counts from its
+    fourth token on.
+    """
     ids = torch.randint(2, 250, (2, length), generator=torch.Generator().manual_seed(3))
-    positions = torch.stack([torch.arange(length), torch.cat([torch.arange(10), torch.arange(length - 10)])])
+    positions = torch.stack(
+        [torch.arange(length), torch.cat([torch.arange(10), torch.arange(length - 10)])]
+    )
     counted = torch.ones(2, length, dtype=torch.bool)
     counted[1, 10:13] = False
     return Batch(ids, positions, counted=counted)
@@ -33,12 +38,17 @@ def two_documents(length: int = 24) -> Batch:
 
 @pytest.mark.parametrize("distillation", [0.0, 0.3, 1.0])
 def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
-    """Head i at t: cross-entropy to the target's top-k at t + i - 1 and the text's token t + i, and its gradient."""
+    """Head i at t: cross-entropy to the target's top-k at t + i - 1 and the text's
+    token t + i, and its gradient.
+    """
     recipe = recipe_of(tiny_model(), distillation=distillation, distillation_top_k=5)
-    batch, target = two_documents(), recipe.target
+    batch = two_documents()
+    target = recipe.target
     loss, counts = recipe.loss(batch)
     loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in recipe.named_parameters()}  # type: ignore[union-attr]
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in recipe.named_parameters()
+    }  # type: ignore[union-attr]
     recipe.zero_grad()
 
     states = target.run(batch, stem=True)
@@ -48,7 +58,8 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     for i in (2, 3):
         hidden = target.norm(recipe.heads(i, *states.stem))
         log_q = torch.log_softmax(hidden @ target.unembedding.T, -1)
-        of_text, of_target = [], []
+        of_text = []
+        of_target = []
         for row in range(2):
             for t in range(24 - i):
                 ahead = range(t + 1, t + i + 1)
@@ -56,9 +67,14 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
                 if same and all(bool(batch.counted[row, j]) for j in ahead):  # type: ignore[index]
                     best = log_p[row, t + i - 1].topk(5)
                     of_text.append(-log_q[row, t, batch.input_ids[row, t + i]])
-                    of_target.append(-(best.values.exp() * log_q[row, t, best.indices]).sum())
-        text, teacher = torch.stack(of_text), torch.stack(of_target)
-        expected = expected + (1 - distillation) * text.mean() + distillation * teacher.mean()
+                    of_target.append(
+                        -(best.values.exp() * log_q[row, t, best.indices]).sum()
+                    )
+        text = torch.stack(of_text)
+        teacher = torch.stack(of_target)
+        expected = (
+            expected + (1 - distillation) * text.mean() + distillation * teacher.mean()
+        )
         assert int(counts[f"rows.{i}"]) == len(of_text)
         torch.testing.assert_close(counts[f"nll.{i}"], text.sum().detach())
         if distillation:
@@ -66,14 +82,22 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     torch.testing.assert_close(loss, expected)
     expected.backward()
     for name, parameter in recipe.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-3, atol=1e-6
+        )
     assert recipe.reads.top_k == (5 if distillation else 0)
 
 
-def test_the_full_recipe_is_taught_by_the_model_that_it_trains(tiny_model: Factory) -> None:
+def test_the_full_recipe_is_taught_by_the_model_that_it_trains(
+    tiny_model: Factory,
+) -> None:
     """The teacher is the base model of the moment, which learns nothing from being made."""
-    recipe = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=1.0)
-    plain = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=0.0)
+    recipe = recipe_of(
+        tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=1.0
+    )
+    plain = recipe_of(
+        tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=0.0
+    )
     gradients = []
     for made in (recipe, plain):
         made.loss(two_documents())[0].backward()

@@ -35,7 +35,9 @@ class FakeEngine:
         self.batches: list[tuple[list[int], Sampling]] = []
         self.stop_before = stop_before
 
-    def generate(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[Continuation]:
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+    ) -> list[Continuation]:
         if len(self.batches) == self.stop_before:
             raise KeyboardInterrupt
         self.batches.append((seeds, sampling))
@@ -58,7 +60,9 @@ class FakeEngine:
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
     made = templated(TEMPLATE)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: made)
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: made
+    )
     return made
 
 
@@ -71,7 +75,9 @@ def chats(path: Path) -> list[dict[str, Any]]:
 
 
 def prompts_file(folder: Path) -> str:
-    return write(folder / "prompts.jsonl", *({"prompt_token_ids": [i + 1, 5]} for i in range(40)))
+    return write(
+        folder / "prompts.jsonl", *({"prompt_token_ids": [i + 1, 5]} for i in range(40))
+    )
 
 
 def test_answers_are_in_the_prompts_order(tmp_path: Path) -> None:
@@ -79,26 +85,36 @@ def test_answers_are_in_the_prompts_order(tmp_path: Path) -> None:
     out = options(tmp_path / "a.jsonl", prompts=(prompts_file(tmp_path),))
     assert write_chats(out, lambda _: engine).count == 40
     written = chats(tmp_path / "a.jsonl")
-    assert [chat["prompt_token_ids"] for chat in written] == [[i + 1, 5] for i in range(40)]
+    assert [chat["prompt_token_ids"] for chat in written] == [
+        [i + 1, 5] for i in range(40)
+    ]
     assert {chat["finish_reason"] for chat in written} == {"stop", "length"}
-    assert all((chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop") for chat in written)
+    assert all(
+        (chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop")
+        for chat in written
+    )
     seeds = [seed for batch, _ in engine.batches for seed in batch]
     assert len(set(seeds)) == 40 and max(len(batch) for batch, _ in engine.batches) == 7
     assert engine.batches[0][1] == Sampling(0.8, 0.95, 512)
 
 
-@pytest.mark.parametrize(("has_prompts", "fewer", "number"), [(True, 25, 30), (False, 10, 12)])
+@pytest.mark.parametrize(
+    ("has_prompts", "fewer", "number"), [(True, 25, 30), (False, 10, 12)]
+)
 def test_a_run_that_is_killed_continues_to_the_same_file(
     tmp_path: Path, has_prompts: bool, fewer: int, number: int
 ) -> None:
     """After batches, and within a line; and a file can be extended."""
     prompts = (prompts_file(tmp_path),) if has_prompts else ()
-    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    killed = tmp_path / "killed.jsonl"
     write_chats(options(whole, prompts=prompts, number=number), lambda _: FakeEngine())
     for stop_before in (2, 1):
         engine = FakeEngine(stop_before)
         with pytest.raises(KeyboardInterrupt):
-            write_chats(options(killed, prompts=prompts, number=number), lambda _, e=engine: e)
+            write_chats(
+                options(killed, prompts=prompts, number=number), lambda _, e=engine: e
+            )
         with killed.open("ab") as file:
             file.write(b'{"prompt_token_ids": [1')
     write_chats(options(killed, prompts=prompts, number=fewer), lambda _: FakeEngine())
@@ -107,24 +123,35 @@ def test_a_run_that_is_killed_continues_to_the_same_file(
     assert killed.read_bytes() == whole.read_bytes()
 
 
-def test_user_turns_are_filtered_and_written_once(tmp_path: Path, tokenizer: Any) -> None:
+def test_user_turns_are_filtered_and_written_once(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     write_chats(options(tmp_path / "a.jsonl", number=15), lambda _: FakeEngine())
-    prompts = [tokenizer.decode(chat["prompt_token_ids"]) for chat in chats(tmp_path / "a.jsonl")]
+    prompts = [
+        tokenizer.decode(chat["prompt_token_ids"])
+        for chat in chats(tmp_path / "a.jsonl")
+    ]
     assert all(text.endswith("<|end|>\n<assistant>") for text in prompts)
     turns = [text.split("<user>")[1].split("<|end|>")[0] for text in prompts]
     assert len(set(turns)) == 15
     assert all(turn and turn == turn.strip() and "\ufffd" not in turn for turn in turns)
 
 
-def test_a_model_that_writes_nothing_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_writes_nothing_usable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generation, "MOST_REFUSED", 60)
-    with pytest.raises(TrainingError, match="user turns are too long, empty or repeated; give --prom"):
+    with pytest.raises(
+        TrainingError, match="user turns are too long, empty or repeated; give --prom"
+    ):
         write_chats(options(tmp_path / "a.jsonl", number=500), lambda _: FakeEngine())
 
 
 def test_a_time_limit_ends_after_a_batch(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = None  # whole texts
-    file = write_chats(options(tmp_path / "a.jsonl"), lambda _: FakeEngine(), time.monotonic())
+    file = write_chats(
+        options(tmp_path / "a.jsonl"), lambda _: FakeEngine(), time.monotonic()
+    )
     assert file.count == 7
     assert {tuple(chat["prompt_token_ids"]) for chat in chats(file.path)} == {(END,)}
 
@@ -133,13 +160,19 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_chats(options(path, number=5), lambda _: FakeEngine())
     assert ChatFile(path, options(number=9, batch=1).essence()).count == 5
-    with pytest.raises(TrainingError, match=r"was written with temperature=0\.8, but this run has 0\.5"):
+    with pytest.raises(
+        TrainingError, match=r"was written with temperature=0\.8, but this run has 0\.5"
+    ):
         ChatFile(path, options(temperature=0.5).essence())
     path.write_bytes(path.read_bytes().replace(b'"index"', b'"what"', 1))
-    with pytest.raises(TrainingError, match=r"a\.jsonl:\d is damaged; delete this line"):
+    with pytest.raises(
+        TrainingError, match=r"a\.jsonl:\d is damaged; delete this line"
+    ):
         ChatFile(path, options().essence())
     other = write(tmp_path / "b.jsonl", {"text": "mine"})
-    with pytest.raises(TrainingError, match="was not written by `ppd data`; give another file"):
+    with pytest.raises(
+        TrainingError, match="was not written by `ppd data`; give another file"
+    ):
         ChatFile(Path(other), options().essence())
 
 
@@ -148,11 +181,20 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
     [
         (TEMPLATE, None, "<system>be<|end|><user>", None),
         (TEMPLATE, "do", "<system>do<|end|>\n<user>", None),
-        ("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", None, "[INST] ", "[/INST]"),
+        (
+            "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
+            None,
+            "[INST] ",
+            "[/INST]",
+        ),
     ],
 )
 def test_a_user_turn_begins_and_ends_as_in_the_template(
-    tmp_path: Path, template: str, system: str | None, prefix: str, stop_text: str | None
+    tmp_path: Path,
+    template: str,
+    system: str | None,
+    prefix: str,
+    stop_text: str | None,
 ) -> None:
     words = templated(template)
     given = options(tmp_path / "a.jsonl", system=system)
@@ -185,9 +227,19 @@ def test_prompts_of_every_form_of_record(tmp_path: Path, tokenizer: Any) -> None
         {"text": "abcdefghijklmnopqrstuvwxyz"},
     )
     given = options(prompts=(path,), prompt_tokens=4, max_length=60)
-    asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    asked = tokenizer.apply_chat_template(
+        chat[:1], tokenize=False, add_generation_prompt=True
+    )
     texts = [tokenizer(text)["input_ids"] for text in (asked, "one ", "abcd", "qrst")]
-    assert list(read_prompts(given, tokenizer)) == [texts[0], texts[1], [7, 8], texts[2], texts[3]]
+    assert list(read_prompts(given, tokenizer)) == [
+        texts[0],
+        texts[1],
+        [7, 8],
+        texts[2],
+        texts[3],
+    ]
     long = write(tmp_path / "b.jsonl", {"prompt_token_ids": [3] * 60})
-    with pytest.raises(TrainingError, match="--prompts: no record has a prompt of at most 59 tokens"):
+    with pytest.raises(
+        TrainingError, match="--prompts: no record has a prompt of at most 59 tokens"
+    ):
         list(read_prompts(options(prompts=(long,), max_length=60), tokenizer))

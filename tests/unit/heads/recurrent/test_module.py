@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent heads in every published layout against the formulas, and against what vLLM has of them."""
+"""Recurrent heads in every published layout against the formulas, and against what vLLM
+has of them.
+"""
 
 from pathlib import Path
 
@@ -19,15 +21,27 @@ def head_of(folder: Path) -> RecurrentHead:
 @pytest.mark.parametrize("prefix", ["", "speculator."])
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_the_formula(tmp_path: Path, layout: str, prefix: str, shards: int) -> None:
+def test_logits_are_the_formula(
+    tmp_path: Path, layout: str, prefix: str, shards: int
+) -> None:
     head = head_of(publish(tmp_path, layout, prefix, shards))
     torch.manual_seed(0)
-    hidden, tokens = 2 * torch.randn(4, 64), torch.randint(VOCAB, (4, head.factors))
+    hidden = 2 * torch.randn(4, 64)
+    tokens = torch.randint(VOCAB, (4, head.factors))
     ours = head.logits(hidden, None, None, tokens).squeeze(2)
     config = LAYOUTS[layout]
     for row in range(4):
-        plain = list(states(config, weights_of(config), hidden[row], tokens[row].tolist()))
-        torch.testing.assert_close(ours[row], torch.stack([logits for logits, _ in plain]), rtol=1e-4, atol=1e-4)
+        plain = list(
+            states(config, weights_of(config), hidden[row], tokens[row].tolist())
+        )
+        torch.testing.assert_close(
+            ours[row],
+            torch.stack([logits for logits, _ in plain]),
+            rtol=1e-4,
+            atol=1e-4,
+        )
     asked = torch.randint(VOCAB, (4, head.factors, 3))
     log_probs = head.log_probs(hidden, asked, None, None, tokens, chunk=3).squeeze(2)
-    torch.testing.assert_close(log_probs, ours.log_softmax(-1).gather(2, asked), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        log_probs, ours.log_softmax(-1).gather(2, asked), rtol=1e-4, atol=1e-4
+    )

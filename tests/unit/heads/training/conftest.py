@@ -36,27 +36,40 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(120, 6))
+    return write_texts(
+        tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(120, 6)
+    )
 
 
 @pytest.fixture
 def train(tiny_model: Factory, data: Path, tmp_path: Path) -> Factory:
     """train(kind, family, **options): a heads folder."""
 
-    def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
+    def run(
+        kind: str = "early",
+        family: str | Path = "llama",
+        out: str = "heads",
+        **options: Any,
+    ) -> Path:
         model = family if isinstance(family, Path) else tiny_model(family)
         settings = {**COMMON, **SMALL[kind], "data": (str(data),), **options}
-        loop.train(KINDS[kind].options(**settings, model=str(model), out=str(tmp_path / out)))
+        loop.train(
+            KINDS[kind].options(**settings, model=str(model), out=str(tmp_path / out))
+        )
         return tmp_path / out
 
     return run
 
 
 @pytest.fixture
-def command(tiny_model: Factory, data: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def command(
+    tiny_model: Factory, data: Path, tmp_path: Path
+) -> Callable[..., list[str]]:
     """command(*more, kind="early", out="heads", data=...): words of a `ppd train`."""
 
-    def words(*more: str, kind: str = "early", out: str = "heads", data: Path = data) -> list[str]:
+    def words(
+        *more: str, kind: str = "early", out: str = "heads", data: Path = data
+    ) -> list[str]:
         return [
             "train",
             kind,
@@ -86,7 +99,9 @@ def command(tiny_model: Factory, data: Path, tmp_path: Path) -> Callable[..., li
 
 @pytest.fixture
 def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Batch]]:
-    """stop_at(count): press Ctrl-C in the count-th computation of a training loss; returns the batches of all."""
+    """stop_at(count): press Ctrl-C in the count-th computation of a training loss;
+    returns the batches of all.
+    """
 
     def stop(count: int) -> list[Batch]:
         batches: list[Batch] = []

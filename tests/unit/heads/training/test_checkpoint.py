@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was stopped or killed continues from its last complete checkpoint to the same heads."""
+"""A run that was stopped or killed continues from its last complete checkpoint to the
+same heads.
+"""
 
 import json
 import subprocess
@@ -19,7 +21,13 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training import loop
-from vllm_ppd.heads.training.checkpoint import FACTS, WORK, latest, read_facts, remove_incomplete
+from vllm_ppd.heads.training.checkpoint import (
+    FACTS,
+    WORK,
+    latest,
+    read_facts,
+    remove_incomplete,
+)
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
@@ -41,7 +49,9 @@ def wait_for(done: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_run_continues_to_the_same_heads(train: Factory, tmp_path: Path, stop_at: Factory, kind: str) -> None:
+def test_a_stopped_run_continues_to_the_same_heads(
+    train: Factory, tmp_path: Path, stop_at: Factory, kind: str
+) -> None:
     whole = train(kind, out="whole")
     batches = stop_at(6)
     with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
@@ -61,7 +71,9 @@ def test_a_stop_does_not_wait_for_the_step(train: Factory, stop_at: Factory) -> 
     assert_same_heads(train(accumulation=4, out="parts"), whole)
 
 
-def test_a_killed_run_continues_to_the_same_heads(command: Factory, tmp_path: Path) -> None:
+def test_a_killed_run_continues_to_the_same_heads(
+    command: Factory, tmp_path: Path
+) -> None:
     """Killed three times, wherever it is."""
     more = ("--steps", "30", "--save-every", "2", "--evaluate-every", "4")
     more += ("--stored-dtype", "float32")
@@ -69,18 +81,27 @@ def test_a_killed_run_continues_to_the_same_heads(command: Factory, tmp_path: Pa
     words = [*PPD, *command(*more, out="parts")]
     work = tmp_path / "parts" / WORK
     for reached in (2, 8, 14):
-        run = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        wait_for(lambda step=reached: (facts := read_facts(work)) and facts.step >= step)
+        run = subprocess.Popen(
+            words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
+        wait_for(
+            lambda step=reached: (facts := read_facts(work)) and facts.step >= step
+        )
         run.kill()
         run.wait()
     assert subprocess.run(words, capture_output=True).returncode == 0
     assert_same_heads(tmp_path / "parts", tmp_path / "whole")
-    curves = [(tmp_path / out / loop.CURVE).read_text().splitlines() for out in ("parts", "whole")]
+    curves = [
+        (tmp_path / out / loop.CURVE).read_text().splitlines()
+        for out in ("parts", "whole")
+    ]
     steps = [{json.loads(line)["step"] for line in lines} for lines in curves]
     assert steps[0] == steps[1]
 
 
-def test_a_half_written_checkpoint_is_passed_over(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+def test_a_half_written_checkpoint_is_passed_over(
+    train: Factory, tmp_path: Path, stop_at: Factory
+) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train(save_every=2)
@@ -98,7 +119,9 @@ def test_a_half_written_checkpoint_is_passed_over(train: Factory, tmp_path: Path
     train(save_every=2)
 
 
-def test_a_damaged_checkpoint_is_one_line(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+def test_a_damaged_checkpoint_is_one_line(
+    train: Factory, tmp_path: Path, stop_at: Factory
+) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
@@ -107,13 +130,17 @@ def test_a_damaged_checkpoint_is_one_line(train: Factory, tmp_path: Path, stop_a
     for name in ("model.safetensors", "optimizer.bin", FACTS):
         good = (folder / name).read_bytes()
         (folder / name).write_bytes(good[: len(good) // 2])
-        with pytest.raises(TrainingError, match=r"delete the folder \.training to start again"):
+        with pytest.raises(
+            TrainingError, match=r"delete the folder \.training to start again"
+        ):
             train()
         (folder / name).write_bytes(good)
     train()
 
 
-def test_other_options_and_finished_heads_are_refused(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+def test_other_options_and_finished_heads_are_refused(
+    train: Factory, tmp_path: Path, stop_at: Factory
+) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
@@ -125,18 +152,27 @@ def test_other_options_and_finished_heads_are_refused(train: Factory, tmp_path: 
         train("cp")
 
 
-def test_a_second_training_is_refused(command: Factory, tmp_path: Path, capsys: Any) -> None:
+def test_a_second_training_is_refused(
+    command: Factory, tmp_path: Path, capsys: Any
+) -> None:
     with writing_folder(tmp_path / "heads"):
         assert main(command("--steps", "1")) == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("ppd: error: --out ") and "is being written by another process" in last
+    assert (
+        last.startswith("ppd: error: --out ")
+        and "is being written by another process" in last
+    )
 
 
-def test_a_loss_that_is_not_finite_ends_training(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+def test_a_loss_that_is_not_finite_ends_training(
+    train: Factory, tmp_path: Path, stop_at: Factory
+) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
-    message = "is not finite; the checkpoint of step .* is kept: run the same .*lower --learning-rate"
+    message = (
+        "is not finite; the checkpoint of step .* is kept: .*lower --learning-rate"
+    )
     with pytest.raises(TrainingError, match=message):
         train(learning_rate=1e38)
     facts = read_facts(tmp_path / "heads" / WORK)
@@ -168,13 +204,22 @@ def test_two_processes_train_what_one_does(command: Factory, tmp_path: Path) -> 
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
     more = ("--steps", "6", "--stored-dtype", "float32")
     assert main(command(*more, out="alone")) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *PPD[1:]]
-    run = subprocess.run([*launch, *command(*more, out="several")], capture_output=True, text=True)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        *PPD[1:],
+    ]
+    run = subprocess.run(
+        [*launch, *command(*more, out="several")], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("wrote") == 1
     expected = load_file(tmp_path / "alone" / "model.safetensors")
-    # AdamW divides a gradient by its own size: where it is tiny, another order of sums moves a
-    # weight by up to a step.
+    # AdamW divides a gradient by its own size: where it is tiny, another order of sums
+    # moves a weight by up to a step.
     for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
         difference = (tensor - expected[name]).abs()
         assert (difference > 1e-4).float().mean() < 0.01, name

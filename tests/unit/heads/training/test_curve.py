@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that can be watched: progress in every phase, the curve, evaluations, and which weights are written."""
+"""Runs that can be watched: progress in every phase, the curve, evaluations, and which
+weights are written.
+"""
 
 import itertools
 import json
@@ -52,10 +54,14 @@ def test_curve(train: Train) -> None:
         figures = point["held_out"]
         exits = [value for name, value in figures.items() if name.startswith("exit")]
         # The held-out loss is the figures' sum over the exits, up to their rounding.
-        assert point["held_out_loss"] == pytest.approx(sum(x["kl_nats"] for x in exits), abs=1e-3)
+        assert point["held_out_loss"] == pytest.approx(
+            sum(x["kl_nats"] for x in exits), abs=1e-3
+        )
         by_position = figures["accepted_by_position"]
         assert figures["accepted_a_step"] == pytest.approx(sum(by_position), abs=1e-3)
-        assert by_position == sorted(by_position, reverse=True) and len(by_position) == 3
+        assert (
+            by_position == sorted(by_position, reverse=True) and len(by_position) == 3
+        )
         # A draft is right where an exit and the target choose the same token.
         matches = sum(x["match"] for x in exits) / len(exits)
         assert by_position[0] == pytest.approx(matches, abs=0.02)
@@ -77,21 +83,33 @@ def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> Non
     ("losses", "accepted", "expected"),
     [
         # 1.999 is less than 0.1 % below 2.
-        ([3, 2, 1.999, 2.5, math.nan, 1], [None] * 6, [True, True, False, False, False, True]),
+        (
+            [3, 2, 1.999, 2.5, math.nan, 1],
+            [None] * 6,
+            [True, True, False, False, False, True],
+        ),
         # The drafts decide, whatever the loss does, as long as it is a number.
-        ([3, 4, 1, 1, math.nan], [0.3, 0.4, 0.4003, 0.39, 0.5], [True, True, False, False, False]),
+        (
+            [3, 4, 1, 1, math.nan],
+            [0.3, 0.4, 0.4003, 0.39, 0.5],
+            [True, True, False, False, False],
+        ),
     ],
 )
 def test_progress(losses: list[Any], accepted: list[Any], expected: list[bool]) -> None:
     progress = Progress()
-    for step, (loss, share, better) in enumerate(zip(losses, accepted, expected, strict=True)):
+    for step, (loss, share, better) in enumerate(
+        zip(losses, accepted, expected, strict=True)
+    ):
         evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
         assert progress.take(evaluation) == better, step
 
 
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
-    """judged(best): have the evaluation of a step accept the most drafts; returns the weights by step."""
+    """judged(best): have the evaluation of a step accept the most drafts; returns the
+    weights by step.
+    """
 
     def noted(best: int) -> dict[int, dict[str, torch.Tensor]]:
         real = loop.evaluate
@@ -99,9 +117,13 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
 
         def falling(recipe: Any, *args: Any) -> Evaluation:
             step = args[3]
-            seen[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
+            seen[step] = {
+                name: tensor.clone() for name, tensor in recipe.tensors().items()
+            }
             evaluation = real(recipe, *args)
-            return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - best))})
+            return evaluation.model_copy(
+                update={"accepted": 1 / (1 + abs(step - best))}
+            )
 
         monkeypatch.setattr(loop, "evaluate", falling)
         return seen
@@ -119,7 +141,12 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
     ],
 )
 def test_the_best_weights_are_written(
-    train: Train, judged: Factory, settings: dict[str, Any], best: int, steps: int, flat: bool
+    train: Train,
+    judged: Factory,
+    settings: dict[str, Any],
+    best: int,
+    steps: int,
+    flat: bool,
 ) -> None:
     seen = judged(best)
     folder = train(**settings)
@@ -179,7 +206,13 @@ def test_a_stop_in_the_last_evaluation_loses_no_step(
 def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
     train(evaluate_every=6)
     shown = capsys.readouterr().err
-    phases = ["loading ", "tokenising", "evaluating (before)", "training early heads", "(step 6)"]
+    phases = [
+        "loading ",
+        "tokenising",
+        "evaluating (before)",
+        "training early heads",
+        "(step 6)",
+    ]
     places = [shown.find(phase) for phase in phases]
     assert -1 not in places and places == sorted(places)
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd train`: heads that learn, runs that continue, and input that is refused; on tiny models of several families."""
+"""`ppd train`: heads that learn, runs that continue, and input that is refused; on tiny
+models of several families.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,8 +26,12 @@ Command = Callable[..., list[str]]
 
 
 def losses(folder: Path, key: str) -> tuple[float, float]:
-    """A figure on held-out text before the first step and after the last, whichever of these weights are better."""
-    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    """A figure on held-out text before the first step and after the last, whichever of
+    these weights are better.
+    """
+    points = [
+        json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()
+    ]
     evaluated = [point["held_out"] for point in points if "held_out" in point]
     figures = []
     for value in (evaluated[0], evaluated[-1]):
@@ -44,7 +50,9 @@ FIGURES = {
 
 
 # Qwen 3 has tied embeddings below.
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.full), "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("qwen3", marks=pytest.mark.full), "gpt_neox"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_learn_and_the_target_stays_what_it_was(
     train: Train, tiny_model: Factory, kind: str, family: str
@@ -56,7 +64,13 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     assert after < before
     assert kind_of(folder) == kind
     assert check_folder(folder).kind == kind
-    files = ["README.md", "config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
+    files = [
+        "README.md",
+        "config.json",
+        "curve.jsonl",
+        "model.safetensors",
+        "provenance.json",
+    ]
     assert sorted(p.name for p in folder.iterdir()) == files
     assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
 
@@ -64,33 +78,62 @@ def test_heads_learn_and_the_target_stays_what_it_was(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("cp", "no window has a response of 3 tokens in a row, .* or a smaller --positions"),
-        ("recurrent", "no window has a response of 3 .* or a smaller --num-speculative-tokens"),
+        (
+            "cp",
+            "no window has a response of 3 tokens in a row, .* or a smaller "
+            "--positions",
+        ),
+        (
+            "recurrent",
+            "no window has a response of 3 .* or a smaller --num-speculative-tokens",
+        ),
     ],
 )
-def test_answers_that_are_too_short(train: Train, tmp_path: Path, kind: str, message: str) -> None:
-    records = [{"prompt": f"Is {i} even? ", "completion": "yn"[i % 2]} for i in range(200)]
+def test_answers_that_are_too_short(
+    train: Train, tmp_path: Path, kind: str, message: str
+) -> None:
+    records = [
+        {"prompt": f"Is {i} even? ", "completion": "yn"[i % 2]} for i in range(200)
+    ]
     with pytest.raises(TrainingError, match=message):
         train(kind, data=(write(tmp_path / "l.jsonl", *records),))
 
 
 @pytest.mark.parametrize("kind", ["early", "cp"])
-def test_held_out_windows_without_a_response(train: Train, tmp_path: Path, capsys: Any, kind: str) -> None:
+def test_held_out_windows_without_a_response(
+    train: Train, tmp_path: Path, capsys: Any, kind: str
+) -> None:
     """The last weights are written, also with --patience, and the run says what is missing."""
-    long = ({"prompt": f"{i} " + "x" * 300, "completion": "yes, it is so"} for i in range(100))
+    long = (
+        {"prompt": f"{i} " + "x" * 300, "completion": "yes, it is so"}
+        for i in range(100)
+    )
     data = (write(tmp_path / "l.jsonl", *long),)
-    folder = train(kind, data=data, evaluation_tokens=64, steps=4, evaluate_every=1, patience=1)
+    folder = train(
+        kind, data=data, evaluation_tokens=64, steps=4, evaluate_every=1, patience=1
+    )
     facts = json.loads((folder / "provenance.json").read_text())
     assert facts["held_out_before"] == facts["held_out_after"] == {}
     assert facts["held_out_after_step"] == facts["steps"] == 4
     assert "is not evaluated: no held-out response has" in capsys.readouterr().err
 
 
-def test_steps_without_a_response_are_not_a_loss_of_zero(train: Train, tmp_path: Path) -> None:
+def test_steps_without_a_response_are_not_a_loss_of_zero(
+    train: Train, tmp_path: Path
+) -> None:
     records = [{"prompt": f"{i} " + "x" * 600, "completion": "y"} for i in range(60)]
     data = (write(tmp_path / "l.jsonl", *records),)
-    folder = train("early", data=data, steps=40, batch_size=1, evaluation_tokens=64, learning_rate=1e-6)
-    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    folder = train(
+        "early",
+        data=data,
+        steps=40,
+        batch_size=1,
+        evaluation_tokens=64,
+        learning_rate=1e-6,
+    )
+    points = [
+        json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()
+    ]
     losses = [point["loss"] for point in points if "loss" in point]
     assert 0 < len(losses) < 40 and min(losses) > 0
 
@@ -101,16 +144,43 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(train: Train, tmp_path:
         ("early", {"head": "classifier", "loss": "ce"}, "exit 3/ce_nats"),
         ("early", {"accumulation": 2, "position_share": 0.5}, "exit 3/kl_nats"),
         ("early", {"precision": "bfloat16"}, "exit 3/kl_nats"),
-        ("cp", {"factorised": False, "condition": "none", "distillation": 0.0}, "joint_nats"),
+        (
+            "cp",
+            {"factorised": False, "condition": "none", "distillation": 0.0},
+            "joint_nats",
+        ),
         ("cp", {"rank": 1, "condition": "none"}, "distilled_nats"),
-        ("cp", {"condition": "recurrent", "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
-        ("cp", {"start": "identity", "position_share": 0.5, "distillation": 0.0}, "joint_nats"),
-        ("recurrent", {"start": "random", "inner_size": 48, "tie_weights": False}, "distilled_nats"),
+        (
+            "cp",
+            {"condition": "recurrent", "distillation": 0.5, "train_vocab_size": 64},
+            "joint_nats",
+        ),
+        (
+            "cp",
+            {"start": "identity", "position_share": 0.5, "distillation": 0.0},
+            "joint_nats",
+        ),
+        (
+            "recurrent",
+            {"start": "random", "inner_size": 48, "tie_weights": False},
+            "distilled_nats",
+        ),
         ("recurrent", {"distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
-        ("dynamo", {"start": "random", "tokens": 2, "distillation": 0.0, "num_speculative_tokens": 1}, "head 2 nats"),
+        (
+            "dynamo",
+            {
+                "start": "random",
+                "tokens": 2,
+                "distillation": 0.0,
+                "num_speculative_tokens": 1,
+            },
+            "head 2 nats",
+        ),
     ],
 )
-def test_variants_learn(train: Train, kind: str, options: dict[str, Any], figure: str) -> None:
+def test_variants_learn(
+    train: Train, kind: str, options: dict[str, Any], figure: str
+) -> None:
     before, after = losses(train(kind, **options), figure)
     assert after < before
 
@@ -120,7 +190,11 @@ def test_variants_learn(train: Train, kind: str, options: dict[str, Any], figure
     [
         ("dynamo", {"stem_learning_rate": 1e-5}, "head 1 nats"),
         ("cp", {"condition": "none", "distillation": 0.0}, "next_token_nats"),
-        ("cp", {"base_start": "random", "start": "identity", "seed": 7}, "next_token_nats"),
+        (
+            "cp",
+            {"base_start": "random", "start": "identity", "seed": 7},
+            "next_token_nats",
+        ),
     ],
 )
 def test_full_recipe_moves_the_base_model_and_names_it(
@@ -130,20 +204,31 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     config = load_config(folder)
     assert config.verifier == str((folder / "base").resolve())
     assert check_folder(folder).kind == kind
-    ours, theirs = load_file(folder / "base" / "model.safetensors"), load_file(tiny_model() / "model.safetensors")
+    ours = load_file(folder / "base" / "model.safetensors")
+    theirs = load_file(tiny_model() / "model.safetensors")
     name = "model.layers.2.mlp.down_proj.weight"
     moved = float((ours[name] - theirs[name]).norm() / theirs[name].norm())
     assert moved > 1 if "base_start" in options else 0 < moved < 0.5
     assert losses(folder, figure)[1] < losses(folder, figure)[0]
 
 
-def test_a_target_that_is_trained_is_judged_by_its_loss(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_trained_is_judged_by_its_loss(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An untrained one's guesses are easily drafted."""
-    real, seen = loop.evaluate, []
-    monkeypatch.setattr(loop, "evaluate", lambda *args: seen.append(real(*args)) or seen[-1])
+    real = loop.evaluate
+    seen = []
+    monkeypatch.setattr(
+        loop, "evaluate", lambda *args: seen.append(real(*args)) or seen[-1]
+    )
     train("dynamo", recipe="full", base_learning_rate=1e-3, steps=2)
     train("dynamo", out="frozen", steps=1)
-    assert [evaluation.accepted is None for evaluation in seen] == [True, True, False, False]
+    assert [evaluation.accepted is None for evaluation in seen] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
 
 
@@ -152,7 +237,9 @@ def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> 
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
     folders = [
         train("dynamo", stem_learning_rate=0.0, out="copied", **settings),
-        train("dynamo", stem_learning_rate=0.0, out="random", start="random", **settings),
+        train(
+            "dynamo", stem_learning_rate=0.0, out="random", start="random", **settings
+        ),
         train("dynamo", stem_learning_rate=1e-4, out="pulled", **settings),
     ]
     weights = [load_file(folder / "base" / "model.safetensors") for folder in folders]
@@ -162,16 +249,27 @@ def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> 
 
 
 BAD = [
-    (("--exit-layers", "6"), "--exit-layers 6 is outside 1..5: this model has 6 layers"),
-    (("--sequence-length", "4096"), "--sequence-length 4096 is more than the model's 512 positions"),
+    (
+        ("--exit-layers", "6"),
+        "--exit-layers 6 is outside 1..5: this model has 6 layers",
+    ),
+    (
+        ("--sequence-length", "4096"),
+        "--sequence-length 4096 is more than the model's 512 positions",
+    ),
     (("--batch-size", "3", "--accumulation", "2"), "--batch-size 3 is not divisible"),
     (("--model", "/nowhere"), "cannot load model '/nowhere'"),
     (("--data", "/nowhere.jsonl"), "data file '/nowhere.jsonl' does not exist"),
-    (("--device", "cuda:7"), "no CUDA devices are available; use another, or --device cpu"),
+    (
+        ("--device", "cuda:7"),
+        "no CUDA devices are available; use another, or --device cpu",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("more", "message"), BAD, ids=[" ".join(more) for more, _ in BAD])
+@pytest.mark.parametrize(
+    ("more", "message"), BAD, ids=[" ".join(more) for more, _ in BAD]
+)
 def test_bad_input_is_one_line(
     command: Command, tmp_path: Path, capsys: Any, more: tuple[str, ...], message: str
 ) -> None:
@@ -186,11 +284,19 @@ def test_bad_input_is_one_line(
 def test_heads_that_could_not_be_written_are_refused_at_the_start(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipe_of("early"), "config", lambda self: KINDS["early"].model_validate({}))
+    monkeypatch.setattr(
+        recipe_of("early"), "config", lambda self: KINDS["early"].model_validate({})
+    )
     monkeypatch.setattr(loop, "evaluate", None)
-    with pytest.raises(TrainingError, match="no heads of this model can be written with these options: "):
+    with pytest.raises(
+        TrainingError,
+        match="no heads of this model can be written with these options: ",
+    ):
         train()
-    with pytest.raises(TrainingError, match="--states-cache needs a frozen target, but --recipe full trains it"):
+    with pytest.raises(
+        TrainingError,
+        match="--states-cache needs a frozen target, but --recipe full trains it",
+    ):
         train("dynamo", recipe="full", states_cache="there")
 
 
@@ -199,6 +305,17 @@ def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
     make: Any = KINDS["early"].options
     model = {"model": "m", "data": ("d",), "out": "o"}
     published = make(**model, head="classifier", loss="ce")
-    assert (published.learning_rate, published.batch_size, published.epochs) == (2e-5, 128, 3.0)
-    assert make(**model, head="classifier", loss="ce", learning_rate=1e-3).learning_rate == 1e-3
-    assert make(**model, head="classifier").learning_rate == make(**model).learning_rate == 5e-3
+    assert (published.learning_rate, published.batch_size, published.epochs) == (
+        2e-5,
+        128,
+        3.0,
+    )
+    assert (
+        make(**model, head="classifier", loss="ce", learning_rate=1e-3).learning_rate
+        == 1e-3
+    )
+    assert (
+        make(**model, head="classifier").learning_rate
+        == make(**model).learning_rate
+        == 5e-3
+    )

@@ -21,13 +21,20 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 ROUNDED = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
 ALL = Reads(exits=(2, 4), stem=True, top_k=5)
 ROOM = 10**9
-SMALL: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}, "recurrent": {}}
+SMALL: dict[str, dict[str, Any]] = {
+    "early": {"exit_layers": (2, 4)},
+    "cp": {},
+    "dynamo": {},
+    "recurrent": {},
+}
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(40, 3))
-    return TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    return TokenStore(
+        tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32
+    )
 
 
 def load(tiny_model: Callable[..., Path], family: str = "llama") -> Target:
@@ -47,10 +54,16 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return passes
 
 
-@pytest.mark.parametrize("family", full_but(("llama", "gemma3", "gpt_oss"), tiny.FAMILIES))
-def test_cached_states_are_the_targets(tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str) -> None:
+@pytest.mark.parametrize(
+    "family", full_but(("llama", "gemma3", "gpt_oss"), tiny.FAMILIES)
+)
+def test_cached_states_are_the_targets(
+    tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str
+) -> None:
     target = load(tiny_model, family)
-    batch = store.batch("train", [3, 1, 5])  # in which rounding sends no token to another expert
+    batch = store.batch(
+        "train", [3, 1, 5]
+    )  # in which rounding sends no token to another expert
     cache = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
     direct = target.run(batch, ALL.exits, stem=True)
     assert direct.stem is not None
@@ -59,10 +72,15 @@ def test_cached_states_are_the_targets(tiny_model: Factory, tmp_path: Path, stor
         cached = cache.states(batch)
         torch.testing.assert_close(cached.final, direct.final, **ROUNDED)
         for exit_layer in ALL.exits:
-            torch.testing.assert_close(cached.exits[exit_layer], direct.exits[exit_layer], **ROUNDED)
-        # The last layer, called as the stem says, does the same: states, masks and rotary embeddings.
+            torch.testing.assert_close(
+                cached.exits[exit_layer], direct.exits[exit_layer], **ROUNDED
+            )
+        # The last layer, called as the stem says, does the same: states, masks and
+        # rotary embeddings.
         assert cached.stem is not None
-        ours, theirs = (layer(*stem[0], **stem[1]) for stem in (cached.stem, direct.stem))
+        ours, theirs = (
+            layer(*stem[0], **stem[1]) for stem in (cached.stem, direct.stem)
+        )
         torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
         log_probs = torch.log_softmax(direct.final @ target.unembedding.T, dim=-1)
         best = log_probs.topk(5)
@@ -74,41 +92,66 @@ def test_cached_states_are_the_targets(tiny_model: Factory, tmp_path: Path, stor
 
 
 def test_each_window_is_computed_once(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory,
+    tmp_path: Path,
+    store: TokenStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target, passes = load(tiny_model), counted(monkeypatch)
+    target = load(tiny_model)
+    passes = counted(monkeypatch)
     cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2, 5)), ROOM)
     for windows in ([0, 1, 2], [2, 3], [1, 3]):
         cache.states(store.batch("train", windows))
     assert passes == [3, 1]
-    # Other kinds of heads read the same files: layer 5 is the stem of the model's last layer.
-    again = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(stem=True), ROOM)
+    # Other kinds of heads read the same files: layer 5 is the stem of the model's last
+    # layer.
+    again = StatesCache(
+        tmp_path / "cache", load(tiny_model), store, Reads(stem=True), ROOM
+    )
     again.states(store.batch("train", [0, 3]))
-    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM).states(store.batch("train", [0, 3]))
+    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM).states(
+        store.batch("train", [0, 3])
+    )
     assert passes == [3, 1]
     again.states(store.batch("held_out", [0]))
     assert passes == [3, 1, 1]
 
 
-def test_another_target_has_files_of_its_own(tiny_model: Factory, tmp_path: Path, store: TokenStore) -> None:
+def test_another_target_has_files_of_its_own(
+    tiny_model: Factory, tmp_path: Path, store: TokenStore
+) -> None:
     target = load(tiny_model)
     first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
     with torch.no_grad():  # same tokenizer and LM head, as a fine-tuned copy may have
         target.layers[2].mlp.down_proj.weight.mul_(1.01)
-    assert StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder != first.folder
+    assert (
+        StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder
+        != first.folder
+    )
 
 
-def test_other_tokens_have_files_of_their_own(tiny_model: Factory, tmp_path: Path, store: TokenStore) -> None:
+def test_other_tokens_have_files_of_their_own(
+    tiny_model: Factory, tmp_path: Path, store: TokenStore
+) -> None:
     target = load(tiny_model)
     first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
     data = write_texts(tmp_path / "other.jsonl", patterned_texts(41, 3))
     words = tiny.make_tokenizer()
     other = TokenStore(tmp_path / "other", [data], words, tiny.VOCAB, 0.2, 32)
-    assert StatesCache(tmp_path / "cache", target, other, Reads(), ROOM).folder != first.folder
+    assert (
+        StatesCache(tmp_path / "cache", target, other, Reads(), ROOM).folder
+        != first.folder
+    )
 
 
-def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, folder = load(tiny_model), tmp_path / "cache"
+def test_bounds(
+    tiny_model: Factory,
+    tmp_path: Path,
+    store: TokenStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = load(tiny_model)
+    folder = tmp_path / "cache"
     with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
         StatesCache(folder, target, store, Reads(), 10_000)
     assert not folder.exists()
@@ -116,7 +159,9 @@ def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypa
     for split in ("train", "held_out"):
         cache.states(store.batch(split, range(store.num_windows(split))))
     used = sum(path.stat().st_size for path in cache.folder.iterdir())
-    StatesCache(folder, target, store, Reads(), used)  # its own files do not count twice
+    StatesCache(
+        folder, target, store, Reads(), used
+    )  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
         StatesCache(folder, target, store, Reads(exits=(2, 3)), used)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
@@ -125,8 +170,12 @@ def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_over_a_cache(tiny_model: Factory, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two epochs run the target over each window once, a second training not at all, and heads are the same."""
+def test_training_over_a_cache(
+    tiny_model: Factory, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs run the target over each window once, a second training not at all,
+    and heads are the same.
+    """
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
     passes = counted(monkeypatch)
 
@@ -149,7 +198,9 @@ def test_training_over_a_cache(tiny_model: Factory, tmp_path: Path, kind: str, m
     cached = {"states_cache": str(tmp_path / "cache")}
     first = train("first", **cached)
     once = sum(passes)
-    work = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    work = TokenStore(
+        tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32
+    )
     assert once == work.num_windows("train") + work.num_windows("held_out")
     second = train("second", **cached)
     assert sum(passes) == once

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation: every way of asking gives the same configuration, and vLLM's own methods are left alone."""
+"""Activation: every way of asking gives the same configuration, and vLLM's own methods
+are left alone.
+"""
 
 import importlib.metadata
 import logging
@@ -20,32 +22,55 @@ def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
     assert config.exit_layer == (3,) and config.method == "ppd"
     assert drafting(from_dict(tiny_model(), {"method": "ppd"})).method == "lookup"
     for flags in (
-        "--speculative-model ppd", "--spec-model ppd", "--spec-method ppd", """-sc '{"method": "ppd"}'""",
-        """--speculative-config '{"model": "ppd"}'""", "--speculative-config.method ppd",
-    ):  # fmt: skip
-        assert drafting(from_flags(tiny_model(), f"{flags} --ppd-exit-layer 3")) == config
+        "--speculative-model ppd",
+        "--spec-model ppd",
+        "--spec-method ppd",
+        """-sc '{"method": "ppd"}'""",
+        """--speculative-config '{"model": "ppd"}'""",
+        "--speculative-config.method ppd",
+    ):
+        assert (
+            drafting(from_flags(tiny_model(), f"{flags} --ppd-exit-layer 3")) == config
+        )
 
 
 def test_flags_carry_every_option(tiny_model: Factory) -> None:
     config = from_flags(
         tiny_model(),
-        "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 4 --ppd-gamma 0.4 --ppd-adaptive false "
-        "--ppd-draft-sample-method greedy --ppd-disable-by-batch-size 9 "
-        "--ppd-prompt-lookup-min 4 --ppd-step-costs measure",
+        "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 4 "
+        "--ppd-gamma 0.4 --ppd-adaptive false --ppd-draft-sample-method greedy "
+        "--ppd-disable-by-batch-size 9 --ppd-prompt-lookup-min 4 --ppd-step-costs "
+        "measure",
     )
     assert drafting(config).model_dump() == {
-        "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (4,), "gamma": 0.4,
-        "draft_sample_method": "greedy", "disable_by_batch_size": 9, "num_layers": 6,
-        "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
-        "adaptive": False, "prompt_lookup_min": 4, "cuts": True,
-        "step_costs": "measure", "drafts_by_batch_size": [],
-    }  # fmt: skip
+        "method": "paradecode",
+        "model": None,
+        "num_speculative_tokens": 5,
+        "exit_layer": (4,),
+        "gamma": 0.4,
+        "draft_sample_method": "greedy",
+        "disable_by_batch_size": 9,
+        "num_layers": 6,
+        "eps_b": None,
+        "verify": True,
+        "heads_summary": "",
+        "draft_vocab_size": None,
+        "candidates": 1,
+        "stages": 1,
+        "adaptive": False,
+        "prompt_lookup_min": 4,
+        "cuts": True,
+        "step_costs": "measure",
+        "drafts_by_batch_size": [],
+    }
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
     assert config.parallel_config.worker_cls == WORKER
 
 
-def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folder: Factory) -> None:
+def test_heads_folder_gives_method_and_defaults(
+    tiny_model: Factory, heads_folder: Factory
+) -> None:
     folder = str(heads_folder(exit_layers=(2, 4)))
     for vllm_config in (
         from_flags(tiny_model(), f"--speculative-model {folder}"),
@@ -57,12 +82,17 @@ def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folde
         assert (config.exit_layer, config.num_speculative_tokens) == ((2,), 2)
         assert config.draft_sample_method == "probabilistic"
         assert vllm_config.model_config.model == str(tiny_model())
-    assert drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4})).exit_layer == (4,)
+    assert drafting(
+        from_dict(tiny_model(), {"model": folder, "exit_layer": 4})
+    ).exit_layer == (4,)
 
 
 @pytest.mark.parametrize("flags", ["--ppd-gamma much", """-sc '{"gamma": "0.5"}'"""])
 def test_a_refusal_ends_a_process_with_a_single_line(
-    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+    tiny_model: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
 ) -> None:
     """Also a flag's, which is read before vLLM asks for a speculative configuration."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -78,7 +108,9 @@ def test_a_refusal_ends_a_process_with_a_single_line(
 def test_the_same_value_twice_is_no_conflict(tiny_model: Factory) -> None:
     once = """-sc '{"method": "ppd", "num-speculative-tokens": 2}'"""
     config = drafting(from_flags(tiny_model(), once))
-    assert config == drafting(from_flags(tiny_model(), f"{once} --spec-method ppd --spec-tokens 2"))
+    assert config == drafting(
+        from_flags(tiny_model(), f"{once} --spec-method ppd --spec-tokens 2")
+    )
     assert config.num_speculative_tokens == 2
 
 
@@ -92,7 +124,12 @@ def test_start_up_line_ends_with_the_version(tiny_model: Factory) -> None:
 
 def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:
     """Some of ours are called as vLLM's are."""
-    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    lookup = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }
     config = from_dict(tiny_model(), lookup)
     assert activation.active_config(config) is None
     assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup

@@ -23,9 +23,15 @@ from vllm_ppd.vllm_plugins.platform import has_triton, runs_v2
 
 VLLM = Path(vllm.__file__).parent
 # Launched by runner V2; its other modules belong to vLLM's runner V1 and to models.
-SOURCES = [*VLLM.glob("v1/worker/gpu/**/*.py"), VLLM / "v1/worker/utils.py", VLLM / "v1/worker/mamba_utils.py"]
+SOURCES = [
+    *VLLM.glob("v1/worker/gpu/**/*.py"),
+    VLLM / "v1/worker/utils.py",
+    VLLM / "v1/worker/mamba_utils.py",
+]
 
-without_triton = pytest.mark.skipif(has_triton(), reason="vLLM has its own kernels here")
+without_triton = pytest.mark.skipif(
+    has_triton(), reason="vLLM has its own kernels here"
+)
 
 
 def launched_kernels() -> set[str]:
@@ -37,7 +43,8 @@ def launched_kernels() -> set[str]:
         defined = {
             node.name
             for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(by) for by in node.decorator_list)
+            if isinstance(node, ast.FunctionDef)
+            and any("jit" in ast.unparse(by) for by in node.decorator_list)
         }
         launches = {
             ast.unparse(node.func.value)
@@ -51,13 +58,21 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_is_replaced_or_known_to_be_missing() -> None:
     launched = launched_kernels()
     assert len(launched) > 60 and native.KERNELS.keys() <= launched
-    unknown = {name for name in launched - native.KERNELS.keys() if native.missing_kernels(name) is None}
+    unknown = {
+        name
+        for name in launched - native.KERNELS.keys()
+        if native.missing_kernels(name) is None
+    }
     assert not unknown
 
 
 def test_every_kernel_is_tested() -> None:
-    cases = "".join(path.read_text() for path in (ROOT / "tests" / "v2_kernels").glob("*.py"))
-    untested = {name for name in native.KERNELS if f'"{name.rpartition(".")[2]}"' not in cases}
+    cases = "".join(
+        path.read_text() for path in (ROOT / "tests" / "v2_kernels").glob("*.py")
+    )
+    untested = {
+        name for name in native.KERNELS if f'"{name.rpartition(".")[2]}"' not in cases
+    }
     assert not untested
 
 
@@ -86,7 +101,9 @@ def test_checks_for_triton_pass_within_alone() -> None:
     config = VllmConfig()
     for inside in (False, True, False):
         with native.accepted() if inside else nullcontext():
-            assert [module.HAS_TRITON for module in checking] == [inside] * len(checking)
+            assert [module.HAS_TRITON for module in checking] == [inside] * len(
+                checking
+            )
     assert config.use_v2_model_runner is False
 
 
@@ -117,7 +134,9 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 print(compute_token_logprobs(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int64)).exp().item())
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
+    )
     assert run.stdout.endswith("0.25\n"), run.stdout + run.stderr
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters on the way of vLLM's statistics: worker, scheduler, serialisation, front end, several of these."""
+"""Our counters on the way of vLLM's statistics: worker, scheduler, serialisation, front
+end, several of these.
+"""
 
 import os
 import pickle
@@ -48,7 +50,10 @@ def output(worker: Counters) -> ModelRunnerOutput:
 
 
 def value(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(f"ppd:{name}_total", {"model_name": "test", **labels}) or 0.0
+    return (
+        REGISTRY.get_sample_value(f"ppd:{name}_total", {"model_name": "test", **labels})
+        or 0.0
+    )
 
 
 class Scheduler:
@@ -61,7 +66,10 @@ class Scheduler:
         """The statistics of a step with this output."""
         stock = lambda self: SchedulerStats() if self.log_stats else None  # noqa: E731
         return statistics.update_from_output(
-            lambda self, *outputs: statistics.make_stats(stock, self), self, None, output
+            lambda self, *outputs: statistics.make_stats(stock, self),
+            self,
+            None,
+            output,
         )
 
 
@@ -69,15 +77,25 @@ class Manager:
     """vLLM's StatLoggerManager, its own loggers a list of what they read."""
 
     def __init__(self, config: DraftingConfig | None = None) -> None:
-        self.engine_indexes, self.seen = [0, 1], []  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self.engine_indexes = [0, 1]
+        self.seen = []
         vllm_config = VllmConfig()
-        vllm_config.additional_config = {} if config is None else {CONFIG_KEY: config.model_dump_json()}
+        vllm_config.additional_config = (
+            {} if config is None else {CONFIG_KEY: config.model_dump_json()}
+        )
         vllm_config.model_config = SimpleNamespace(served_model_name="test")  # type: ignore[assignment]
         statistics.make_loggers(lambda self, vllm_config: None, self, vllm_config)
 
-    def record(self, stats: SchedulerStats | None, engine_idx: int | None = None) -> None:
-        def stock(self: Manager, scheduler_stats: Any, *, engine_idx: int | None) -> None:
-            self.seen.append((scheduler_stats and scheduler_stats.kv_connector_stats, engine_idx))
+    def record(
+        self, stats: SchedulerStats | None, engine_idx: int | None = None
+    ) -> None:
+        def stock(
+            self: Manager, scheduler_stats: Any, *, engine_idx: int | None
+        ) -> None:
+            self.seen.append(
+                (scheduler_stats and scheduler_stats.kv_connector_stats, engine_idx)
+            )
 
         statistics.record(stock, self, stats, engine_idx=engine_idx)
 
@@ -95,42 +113,60 @@ def manager() -> Manager:
 
 def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
     amounts = {"deferred_steps": 2, "drafting_seconds": 0.25, "group_hits": 4}
-    worker, scheduler = Counters(), Scheduler()
-    before = {name: value(name, engine="1") for name in amounts}, totals()["deferred_steps"]
+    worker = Counters()
+    scheduler = Scheduler()
+    before = (
+        {name: value(name, engine="1") for name in amounts},
+        totals()["deferred_steps"],
+    )
     for name, amount in amounts.items():
         worker.add(name, amount)
     sent = pickle.loads(pickle.dumps(output(worker)))  # as from a worker's process
     for made in (sent, output(worker)):
         manager.record(told(scheduler.step(made)), engine_idx=1)
-    assert {name: value(name, engine="1") - before[0][name] for name in amounts} == amounts
+    assert {
+        name: value(name, engine="1") - before[0][name] for name in amounts
+    } == amounts
     assert totals()["deferred_steps"] - before[1] == 2
-    assert manager.seen == [(None, 1), (None, 1)], "vLLM's loggers must not find our key"
+    assert manager.seen == [(None, 1), (None, 1)], (
+        "vLLM's loggers must not find our key"
+    )
 
 
 def test_statistics_that_are_off_hold_nothing_back() -> None:
-    worker, scheduler, before = Counters(), Scheduler(log_stats=False), totals()["fallback_steps"]
+    worker = Counters()
+    scheduler = Scheduler(log_stats=False)
+    before = totals()["fallback_steps"]
     for _ in range(3):
         worker.add("fallback_steps")
         assert scheduler.step(output(worker)) is None
-    assert totals()["fallback_steps"] - before == 3, "benchmarks count without statistics"
+    assert totals()["fallback_steps"] - before == 3, (
+        "benchmarks count without statistics"
+    )
     assert not hasattr(scheduler, statistics.PENDING)
 
 
 def test_stages_hand_their_counts_on() -> None:
-    first, last = Counters(), Counters()
+    first = Counters()
+    last = Counters()
     first.add("group_candidates", 6)
     taken = first.take()
     last.take_in(taken)
     last.add("group_last_stage_layers", 5)
     assert not first.take().any()
     assert last.values.sum() == 11
-    assert getattr(output(last), ATTRIBUTE) == {"group_candidates": 6.0, "group_last_stage_layers": 5.0}
+    assert getattr(output(last), ATTRIBUTE) == {
+        "group_candidates": 6.0,
+        "group_last_stage_layers": 5.0,
+    }
     assert taken.dtype == np.float64
 
 
 def scraped(group: str, *args: str, **environment: str) -> str:
     command = [sys.executable, "-c", IN_A_PROCESS, group, *args]
-    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    run = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -139,11 +175,17 @@ def scraped(group: str, *args: str, **environment: str) -> str:
 def test_all_counters_are_there_from_the_start(group: str) -> None:
     """Those of a worker group where there is one."""
     names = set(re.findall(r"^ppd:(\w+)_total\{", scraped(group), re.MULTILINE))
-    assert names == {name.partition("/")[0] for name in COUNTERS if group == "group" or not name.startswith("group_")}
+    assert names == {
+        name.partition("/")[0]
+        for name in COUNTERS
+        if group == "group" or not name.startswith("group_")
+    }
 
 
 def test_several_api_servers(tmp_path: Path) -> None:
-    """Each is told of some steps; vLLM's /metrics adds the processes up, which it does by prometheus_client's files."""
+    """Each is told of some steps; vLLM's /metrics adds the processes up, which it does
+    by prometheus_client's files.
+    """
     scraped("alone", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     text = scraped("alone", "all", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     assert 'ppd:deferred_steps_total{engine="0",model_name="model"} 4.0' in text

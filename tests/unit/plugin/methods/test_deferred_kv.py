@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps take saved states, told from the schedule alone, and whose states their tokens take."""
+"""Which steps take saved states, told from the schedule alone, and whose states their
+tokens take.
+"""
 
 from typing import Any
 
@@ -8,7 +10,11 @@ import pytest
 import torch
 
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
-from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates, ScheduledStep
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
+    DeferredKV,
+    SavedStates,
+    ScheduledStep,
+)
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 
 CPU = torch.device("cpu")
@@ -19,18 +25,35 @@ NOBODY = 4 * 3
 def deferred() -> DeferredKV:
     """Four request rows, two drafts a request; rows 0 to 2 were drafted for."""
     saved = SavedStates((4 + 1) * 3, 8, torch.float32, CPU, has_residual=True)
-    states = DeferredKV(rows=4, num_drafts=2, max_tokens=16, saved=saved, counters=Counters())
+    states = DeferredKV(
+        rows=4, num_drafts=2, max_tokens=16, saved=saved, counters=Counters()
+    )
     states.drafted[:3] = True
     return states
 
 
-def scheduled(rows: list[int], tokens: list[int], drafts: list[int], prefilling: tuple[int, ...] = ()) -> ScheduledStep:
+def scheduled(
+    rows: list[int],
+    tokens: list[int],
+    drafts: list[int],
+    prefilling: tuple[int, ...] = (),
+) -> ScheduledStep:
     places = np.isin(np.arange(len(rows)), prefilling)
-    return ScheduledStep(np.array(rows), np.array(tokens), np.array(drafts), places, padded=sum(tokens) + 2)
+    return ScheduledStep(
+        np.array(rows),
+        np.array(tokens),
+        np.array(drafts),
+        places,
+        padded=sum(tokens) + 2,
+    )
 
 
 def counted(deferred: DeferredKV) -> dict[str, float]:
-    return {name: value for name, value in zip(COUNTERS, deferred.counters.values, strict=True) if value}
+    return {
+        name: value
+        for name, value in zip(COUNTERS, deferred.counters.values, strict=True)
+        if value
+    }
 
 
 def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
@@ -54,7 +77,11 @@ def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
     ],
 )
 def test_others_join_by_the_first_stack(
-    deferred: DeferredKV, rows: list[int], tokens: list[int], drafts: list[int], prefilling: tuple[int, ...]
+    deferred: DeferredKV,
+    rows: list[int],
+    tokens: list[int],
+    drafts: list[int],
+    prefilling: tuple[int, ...],
 ) -> None:
     step = scheduled(rows, tokens, drafts, prefilling)
     for may_mix, mode in ((True, "mixed"), (False, "full")):
@@ -63,15 +90,27 @@ def test_others_join_by_the_first_stack(
         assert deferred.mode == mode
     deferred.drafted[:3] = True
     deferred.begin_step(step, may_mix=True)
-    assert deferred.state_rows[: step.padded].tolist() == [0] + [NOBODY] * (tokens[1] + 2)
+    assert deferred.state_rows[: step.padded].tolist() == [0] + [NOBODY] * (
+        tokens[1] + 2
+    )
 
     class Passes:
-        def of_requests(self, requests: np.ndarray, index: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> Any:
-            assert requests.tolist() == [1] and index.tolist() == list(range(1, 1 + tokens[1]))
+        def of_requests(
+            self,
+            requests: np.ndarray,
+            index: torch.Tensor,
+            ids: torch.Tensor,
+            at: torch.Tensor,
+        ) -> Any:
+            assert requests.tolist() == [1] and index.tolist() == list(
+                range(1, 1 + tokens[1])
+            )
             return torch.full((len(index), 8), 7.0), torch.full((len(index), 8), 5.0)
 
     deferred.saved.hidden[0] = 3.0
-    hidden, residual = deferred.states(torch.zeros(step.padded), torch.arange(step.padded), Passes())
+    hidden, residual = deferred.states(
+        torch.zeros(step.padded), torch.arange(step.padded), Passes()
+    )
     assert residual is not None
     assert hidden[:, 0].tolist() == [3.0] + [7.0] * tokens[1] + [0.0] * 2
     assert residual[:, 0].tolist() == [0.0] + [5.0] * tokens[1] + [0.0] * 2
@@ -79,7 +118,8 @@ def test_others_join_by_the_first_stack(
 
 def test_states_are_copies() -> None:
     states = SavedStates(12, 8, torch.float32, CPU, has_residual=True)
-    hidden, residual = torch.randn(2, 8), torch.randn(2, 8)
+    hidden = torch.randn(2, 8)
+    residual = torch.randn(2, 8)
     expected = hidden.clone(), residual.clone()
     states.store(torch.tensor([5, 9]), (hidden, residual))
     hidden.zero_()  # vLLM's norms overwrite their inputs
@@ -91,7 +131,9 @@ def test_states_are_copies() -> None:
 
 def test_a_group_carries_states_of_the_same_positions_alone() -> None:
     states = CarriedStates(3, 8, torch.float32, CPU, has_residual=True)
-    states.store(np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8)))
+    states.store(
+        np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8))
+    )
     states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]))
 
     def of(names: list[str], positions: list[int]) -> Any:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exits take on a GPU: their norm as one kernel, logits in chunks, attention backends that make passes wait."""
+"""What exits take on a GPU: their norm as one kernel, logits in chunks, attention
+backends that make passes wait.
+"""
 
 import logging
 from contextlib import contextmanager
@@ -8,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    create_chunked_local_attention_backend,
+)
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
-from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
+from vllm.v1.attention.backends.triton_attn import (
+    TritonAttentionBackend,
+    TritonAttentionMetadataBuilder,
+)
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
@@ -26,29 +33,40 @@ class Op:
     """As much of vLLM's IrOp as its priority."""
 
     def __init__(self, priority: list[str], *impls: str) -> None:
-        self.priority, self.impls = priority, dict.fromkeys(impls)
+        self.priority = priority
+        self.impls = dict.fromkeys(impls)
 
     def get_priority(self) -> list[str]:
         return self.priority
 
     @contextmanager
     def set_priority(self, priority: list[str]) -> Any:
-        before, self.priority = self.priority, priority
+        before = self.priority
+        self.priority = priority
         yield
         self.priority = before
 
 
 def test_norms_at_exits_are_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled engines write norms out in torch; outside compiled code that is ten launches."""
-    compiled, eager, without = Op(["native"], "native", "vllm_c"), Op(["vllm_c", "native"], "vllm_c"), Op(["native"])
+    compiled = Op(["native"], "native", "vllm_c")
+    eager = Op(["vllm_c", "native"], "vllm_c")
+    without = Op(["native"])
     unset = Op([], "native", "vllm_c")
     monkeypatch.setattr(exit_norm, "_norms", lambda: (compiled, eager, without, unset))
     for on_gpu in (True, False):
-        monkeypatch.setattr(exit_norm, "current_platform", SimpleNamespace(is_cuda_alike=lambda on_gpu=on_gpu: on_gpu))
+        monkeypatch.setattr(
+            exit_norm,
+            "current_platform",
+            SimpleNamespace(is_cuda_alike=lambda on_gpu=on_gpu: on_gpu),
+        )
         with exit_norm.kernels_first():
             assert compiled.priority == (["vllm_c", "native"] if on_gpu else ["native"])
             assert unset.priority == (["vllm_c", "native"] if on_gpu else [])
-            assert (eager.priority, without.priority) == (["vllm_c", "native"], ["native"])
+            assert (eager.priority, without.priority) == (
+                ["vllm_c", "native"],
+                ["native"],
+            )
         assert compiled.priority == ["native"]
 
 
@@ -61,8 +79,10 @@ def test_vllm_has_such_norms() -> None:
 
 def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No logits of more rows than fit are held at once; readings are those of all rows together."""
-    vocabulary, rows = 50, 7
-    weight, seen = torch.randn(vocabulary, 8), []
+    vocabulary = 50
+    rows = 7
+    weight = torch.randn(vocabulary, 8)
+    seen = []
 
     def logits(hidden: torch.Tensor, gather: bool) -> torch.Tensor:
         seen.append(len(hidden))
@@ -70,11 +90,16 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     adapter: Any = SimpleNamespace(norm=lambda hidden, residual: hidden)
     head: Any = SimpleNamespace(logits=logits, vocab_size=vocabulary)
-    hidden, temperature = torch.randn(rows, 8), torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 0.7, 0.0])
+    hidden = torch.randn(rows, 8)
+    temperature = torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 0.7, 0.0])
     readings = []
     for at_once in (1 << 25, 2 * vocabulary):
         monkeypatch.setattr(exit_reader, "LOGITS_AT_ONCE", at_once)
-        readings.append(EarlyReader(adapter, head, None).sample(2, (hidden, None), Sampling(temperature)))
+        readings.append(
+            EarlyReader(adapter, head, None).sample(
+                2, (hidden, None), Sampling(temperature)
+            )
+        )
     assert seen == [7, 2, 2, 2, 1]
     whole, parts = readings
     greedy = temperature == 0
@@ -90,22 +115,33 @@ def attention_group(name: str, updates: bool) -> Any:
     return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
 
-def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_backends_that_wait_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(outside_steps, "_warned", set())
     monkeypatch.setattr(outside_steps.logger, "propagate", True)
-    updates, waits = attention_group("FLASH_ATTN", True), attention_group("FLASHINFER", False)
+    updates = attention_group("FLASH_ATTN", True)
+    waits = attention_group("FLASHINFER", False)
     with caplog.at_level(logging.WARNING):
         assert on_device([updates]) and not caplog.records
         assert not on_device([updates, waits])
         assert not on_device([waits])
     (record,) = caplog.records
     message = record.getMessage()
-    assert "FLASHINFER" in message and "FLASH_ATTN or TRITON_ATTN" in message and len(message) <= 300
+    assert (
+        "FLASHINFER" in message
+        and "FLASH_ATTN or TRITON_ATTN" in message
+        and len(message) <= 300
+    )
 
 
-@pytest.mark.parametrize("backend", [TritonAttentionBackend, FlashAttentionBackend, TritonMLABackend])
+@pytest.mark.parametrize(
+    "backend", [TritonAttentionBackend, FlashAttentionBackend, TritonMLABackend]
+)
 def test_inherited_updates_are_not_trusted(backend: Any) -> None:
-    """Chunked local attention builds lengths and blocks of its own, which its base class leaves as they are."""
+    """Chunked local attention builds lengths and blocks of its own, which its base
+    class leaves as they are.
+    """
 
     def trusted(kind: Any) -> bool:
         builder = object.__new__(kind.get_builder_cls())
@@ -114,7 +150,9 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
 
     assert trusted(backend)
     assert not trusted(create_chunked_local_attention_backend(backend, 16))
-    own = type("Renamed", (backend.get_builder_cls(),), {})  # builds as its base class does
+    own = type(
+        "Renamed", (backend.get_builder_cls(),), {}
+    )  # builds as its base class does
     assert trusted(SimpleNamespace(get_builder_cls=lambda: own))
 
 
@@ -122,6 +160,10 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
 def test_buckets(most: int) -> None:
     """Every batch size has one that is not smaller, of the same power of two."""
     sizes = list(batch_sizes(most))
-    assert sizes[0] == most and sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 1
+    assert (
+        sizes[0] == most
+        and sizes == sorted(set(sizes), reverse=True)
+        and sizes[-1] == 1
+    )
     for size in range(1, most + 1):
         assert any(size <= bucket < 2 * size or bucket == most for bucket in sizes)

@@ -39,7 +39,9 @@ def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
         from_flags(tiny_model(), f"{GROUP} --max-num-seqs 16")
 
     def started(self: Any, vllm_config: Any) -> None:
-        self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 16
+        self.vllm_config = vllm_config
+        self.num_spec_tokens = 1
+        self.max_num_running_reqs = 16
 
     monkeypatch.setattr(Scheduler, "__init__", started)
     scheduler: Any = GroupScheduler
@@ -47,8 +49,12 @@ def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
         scheduler(vllm_config)
 
 
-def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:
-    """Requests whose prompt was just read, each with one token emitted; the model's length is 20."""
+def progress_of(
+    params: list[SamplingParams], prompts: list[int], allowance: list[int]
+) -> Progress:
+    """Requests whose prompt was just read, each with one token emitted; the model's
+    length is 20.
+    """
     ends = [
         End.of(SimpleNamespace(sampling_params=param, prompt_len=length), 20)
         for param, length in zip(params, prompts, strict=True)
@@ -57,16 +63,24 @@ def progress_of(params: list[SamplingParams], prompts: list[int], allowance: lis
 
 
 def test_progress() -> None:
-    """Stop tokens, a request's length and the model's end a request; its allowance only pauses it."""
+    """Stop tokens, a request's length and the model's end a request; its allowance only
+    pauses it.
+    """
     free = SamplingParams(max_tokens=50)
     stopping = SamplingParams(stop_token_ids=[9, 8], max_tokens=50)
     params = [SamplingParams(max_tokens=2), stopping, free, free]
     progress = progress_of(params, [5, 5, 18, 5], [4, 4, 4, 1])
     everyone = np.arange(4)
     assert progress.lengths.tolist() == [7, 20, 20, 20]
-    # A token at position 6 is the first request's last; the third's at 19 is the model's.
+    # A token at position 6 is the first request's last; the third's at 19 is the
+    # model's.
     assert progress.with_candidates(everyone).tolist() == [1, 3]
-    assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [False, True, False, True]
+    assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
     progress.ready[[1, 3]] = True
     assert progress.sendable().tolist() == [1]
     assert progress.emit(np.array([1]), np.array([8])).tolist() == [False]
@@ -90,18 +104,26 @@ def test_progress() -> None:
 def test_which_requests_are_given_placeholders(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], decode: bool, room: int
 ) -> None:
-    """What a request asks for: whether its batch may go on in a step, and by how many tokens itself."""
+    """What a request asks for: whether its batch may go on in a step, and by how many
+    tokens itself.
+    """
     scheduler: Any = object.__new__(GroupScheduler)
-    scheduler.placeholders, scheduler.most_requests, scheduler.running = 3, 8, []
+    scheduler.placeholders = 3
+    scheduler.most_requests = 8
+    scheduler.running = []
     for name, options in (("free", {}), ("asked", settings)):
         request = Request(name, [1] * 5, SamplingParams(max_tokens=40, **options), None)
         request.append_output_token_ids([7, 7])
         request.num_computed_tokens = 6
         scheduler.running.append(request)
     scheduler.get_request_counts = lambda: (len(scheduler.running), 0)
-    monkeypatch.setattr(Scheduler, "schedule", lambda self: SchedulerOutput.make_empty())
+    monkeypatch.setattr(
+        Scheduler, "schedule", lambda self: SchedulerOutput.make_empty()
+    )
     scheduler.schedule()
-    assert [len(request.spec_token_ids) for request in scheduler.running] == ([3, room] if decode else [0, 0])
+    assert [len(request.spec_token_ids) for request in scheduler.running] == (
+        [3, room] if decode else [0, 0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,12 +134,16 @@ def test_which_requests_are_given_placeholders(
         ([PLACEHOLDER] * 2, 3, None),  # more than the cut-off
     ],
 )
-def test_group_steps(tiny_model: Factory, drafts: list[int], requests: int, allowance: list[int] | None) -> None:
+def test_group_steps(
+    tiny_model: Factory, drafts: list[int], requests: int, allowance: list[int] | None
+) -> None:
     """Only our scheduler's placeholders make a group step; else a request has its one token."""
     vllm_config = from_flags(tiny_model(), f"{GROUP} --ppd-disable-by-batch-size 2")
     stage: Any = LastStage(SimpleNamespace(vllm_config=vllm_config))
     output = SchedulerOutput.make_empty()
-    output.num_scheduled_tokens = {str(i): 1 + len(drafts) * (i == 0) for i in range(requests)}
+    output.num_scheduled_tokens = {
+        str(i): 1 + len(drafts) * (i == 0) for i in range(requests)
+    }
     output.scheduled_spec_decode_tokens = {"0": drafts}
     taken = stage.begin_step(output)
     batch = SimpleNamespace(
@@ -137,10 +163,14 @@ def test_group_steps(tiny_model: Factory, drafts: list[int], requests: int, allo
 def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
     """vLLM waits for its sends in the next step; the micro-steps run the same CUDA graphs again."""
     stage: Any = object.__new__(FirstStage)
-    stage.cut = SimpleNamespace(graph_buffers=(torch.zeros(2, 4), None) if graphs else None)
+    stage.cut = SimpleNamespace(
+        graph_buffers=(torch.zeros(2, 4), None) if graphs else None
+    )
     stage.states = CarriedStates(2, 4, torch.float32, torch.device("cpu"), True)
     stage.step = GroupStep(["a", "b"], np.arange(2), np.arange(2), np.arange(2))
-    memory = IntermediateTensors({"hidden_states": torch.ones(3, 4), "residual": torch.ones(3, 4)})
+    memory = IntermediateTensors(
+        {"hidden_states": torch.ones(3, 4), "residual": torch.ones(3, 4)}
+    )
     sent = stage.end_forward(memory)
     for name, states in memory.tensors.items():
         assert (sent[name].data_ptr() == states.data_ptr()) != graphs
@@ -163,7 +193,9 @@ def slot(*rows: int) -> Any:
         ([], ["a"], []),  # the last stage
     ],
 )
-def test_tokens_are_read_when_a_request_needs_them(queue: list[Any], scheduled: list[str], left: list[Any]) -> None:
+def test_tokens_are_read_when_a_request_needs_them(
+    queue: list[Any], scheduled: list[str], left: list[Any]
+) -> None:
     """vLLM reads the first of two steps' tokens, when both stages work on other requests."""
 
     class VllmsRunner:

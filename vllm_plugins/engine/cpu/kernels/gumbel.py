@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of sample/gumbel.py: temperature, and draws with noise.
 
-vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise depends on seed, position
-and token alone. It is made of 32 or 53 random bits and so is bounded: a token can win only if its
-logit is within the noise's range of the greatest logit. Only the noise of such tokens is computed.
-After top-k or top-p these are a handful.
+vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise depends on
+seed, position and token alone. It is made of 32 or 53 random bits and so is bounded: a
+token can win only if its logit is within the noise's range of the greatest logit. Only
+the noise of such tokens is computed. After top-k or top-p these are a handful.
 """
 
 from functools import lru_cache
@@ -21,7 +21,8 @@ SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
 # Noise is within (-2.82, 22.9) from 32 bits, and within (-3.63, 36.8) from 53.
 RANGE_32 = 26.0
 RANGE_53 = 41.0
-MANY = 2048  # candidates, from which on those are left out first that lose by their random bits
+# candidates, from which on those are left out first that lose by their random bits
+MANY = 2048
 FIRST_STEP = 64  # one of so many tokens gives a first sum to beat
 SLACK = 1e-3  # for the rounding of sums
 SERIES_BELOW = np.float32(0.25)
@@ -44,7 +45,8 @@ def apply_temperature(
 
 
 def gumbel_sample(
-    local_argmax: torch.Tensor,  # [logits, blocks] int64, of each block of the vocabulary
+    # [logits, blocks] int64, of each block of the vocabulary
+    local_argmax: torch.Tensor,
     local_argmax_stride: int,
     local_max: torch.Tensor,  # [logits, blocks]
     local_max_stride: int,
@@ -66,7 +68,8 @@ def gumbel_sample(
     USE_FP64: bool = False,
     **launch: Any,
 ) -> None:
-    """Draw a token of each row: by the greatest logit at temperature 0, else by the greatest sum.
+    """Draw a token of each row: by the greatest logit at temperature 0, else by the
+    greatest sum.
 
     The drawn token is written as the first block's. The other blocks lose against it.
 
@@ -76,7 +79,9 @@ def gumbel_sample(
     if cached_logits is not None:
         raise NotImplementedError("vLLM's own drafters have no kernels on the CPU")
     rows_np = rows.numpy()
-    chosen_temperatures = np.where(rows_np >= 0, temperatures.numpy()[rows_np], np.float32(0.0))
+    chosen_temperatures = np.where(
+        rows_np >= 0, temperatures.numpy()[rows_np], np.float32(0.0)
+    )
     logits_np = as_float32(logits)
     maxima = local_max.numpy()
     maxima[:, 0] = 0.0
@@ -89,7 +94,9 @@ def gumbel_sample(
         values = logits_np[row]
         if APPLY_TEMPERATURE:
             values = values / chosen_temperatures[row]
-        candidates = np.flatnonzero(values >= values[drawn[row]] - np.float32(noise_range))
+        candidates = np.flatnonzero(
+            values >= values[drawn[row]] - np.float32(noise_range)
+        )
         if len(candidates) < 2:
             continue
         seed = int(seeds[rows_np[row]])
@@ -109,9 +116,11 @@ def contenders(
     seed: int,
     position: int,
 ) -> np.ndarray:
-    """The candidates whose sums with noise in float32 may be the greatest: [fewer tokens].
+    """The candidates whose sums with noise in float32 may be the greatest: [fewer
+    tokens].
 
-    The noise is -log(-log(1 - u)) <= -log(u), so a sum reaches s only if u <= exp(logit - s).
+    The noise is -log(-log(1 - u)) <= -log(u), so a sum reaches s only if u <= exp(logit
+    - s).
     """
     vocab_size = len(values)
     some = np.append(candidates[::FIRST_STEP], best)
@@ -124,16 +133,22 @@ def contenders(
     return candidates[bits.astype(np.float32) <= limits]
 
 
-def noise_32(seed: int, position: int, token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+def noise_32(
+    seed: int, position: int, token_ids: np.ndarray, vocab_size: int
+) -> np.ndarray:
     """Gumbel noise in float32 from 32 random bits a token, as vLLM's kernel rounds it."""
     bits = hashes(seed, position, token_ids, vocab_size)
     upper = (bits >> np.uint32(16)).astype(np.float32)
     lower = (bits & np.uint32(0xFFFF)).astype(np.float32)
-    uniform = upper * np.float32(2.0**-16) + (lower + np.float32(0.5)) * np.float32(2.0**-32)
+    uniform = upper * np.float32(2.0**-16) + (lower + np.float32(0.5)) * np.float32(
+        2.0**-32
+    )
     return -np.log(-log_of_complement(uniform))
 
 
-def noise_64(seed: int, position: int, token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+def noise_64(
+    seed: int, position: int, token_ids: np.ndarray, vocab_size: int
+) -> np.ndarray:
     """Gumbel noise in float64 from 53 random bits a token."""
     lower = hashes(seed, position, token_ids, vocab_size).astype(np.uint64)
     upper = hashes(seed, position, token_ids, vocab_size, SECOND_WORD).astype(np.uint64)
@@ -153,10 +168,13 @@ def log_of_complement(uniform: np.ndarray) -> np.ndarray:
     return np.where(uniform < SERIES_BELOW, -uniform * series, logarithms)
 
 
-def hashes(seed: int, position: int, token_ids: np.ndarray, vocab_size: int, start: int = 0) -> np.ndarray:
+def hashes(
+    seed: int, position: int, token_ids: np.ndarray, vocab_size: int, start: int = 0
+) -> np.ndarray:
     """MurmurHash3 of (seed, position, token): [tokens] uint32.
 
-    The hash mixes one 32-bit word after the other into its state. The last is the token's.
+    The hash mixes one 32-bit word after the other into its state. The last is the
+    token's.
     """
     state = start
     for word in (seed & WORD, (seed >> 32) & WORD, position & WORD):

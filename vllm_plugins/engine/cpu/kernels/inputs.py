@@ -37,7 +37,9 @@ def prepare_prefill_inputs(
         begin = int(computed[request])
         next_begin = begin + end - start
         ids[start:end] = tokens[row, begin:next_begin]
-        following = tokens[row, next_begin : min(next_begin + num_lookahead, int(lengths[request]))]
+        following = tokens[
+            row, next_begin : min(next_begin + num_lookahead, int(lengths[request]))
+        ]
         upcoming[: len(following), row] = following
         upcoming[len(following) : num_lookahead, row] = 0
 
@@ -83,9 +85,11 @@ def combine_sampled_and_draft_tokens(
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **launch: Any,
 ) -> None:
-    """Put each decoding request's last token and drafts in its input, and find its rows of logits.
+    """Put each decoding request's last token and drafts in its input, and find its rows
+    of logits.
 
-    A request's logits are those of its last tokens. Tokens of a prompt stay as they are.
+    A request's logits are those of its last tokens. Tokens of a prompt stay as they
+    are.
     """
     ids = input_ids.numpy()
     rows_np = rows.numpy()
@@ -102,7 +106,9 @@ def combine_sampled_and_draft_tokens(
     if NUM_NEW_SAMPLED_TOKENS:
         generated = decoding & (lengths - num_logits >= prompts)
         if generated.any():
-            newest = last_sampled.numpy().reshape(len(last_sampled), -1)[rows_np[generated], 0]
+            newest = last_sampled.numpy().reshape(len(last_sampled), -1)[
+                rows_np[generated], 0
+            ]
             ids[first_logits[generated]] = newest
         if len(places) == num_requests and (num_logits == 1).all():  # no drafts
             places[:] = first_logits
@@ -150,7 +156,8 @@ def post_update(
     all_token_ids: torch.Tensor,  # [request rows, max_model_len]
     all_token_ids_stride: int,
     total_lens: torch.Tensor,  # [request rows]
-    drafts: torch.Tensor | None = None,  # [requests, K]; from vLLM 0.33 on, as what follows
+    drafts: torch.Tensor
+    | None = None,  # [requests, K]; from vLLM 0.33 on, as what follows
     drafts_out: torch.Tensor | None = None,  # [request rows, K]
     num_drafts: int = 0,
     **launch: Any,
@@ -202,7 +209,9 @@ def post_update_num_computed_tokens(
 ) -> None:
     """Advance the requests by a step's tokens, as a pipeline stage does that samples none."""
     rows_np = rows.numpy()
-    num_computed.numpy()[rows_np] += np.diff(query_start_loc.numpy()[: len(rows_np) + 1])
+    num_computed.numpy()[rows_np] += np.diff(
+        query_start_loc.numpy()[: len(rows_np) + 1]
+    )
 
 
 def expand_idx_mapping(

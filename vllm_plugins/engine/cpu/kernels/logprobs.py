@@ -36,7 +36,9 @@ def compute_ranks(
 ) -> None:
     """How many tokens are at least as likely as the given one, which counts itself."""
     values = as_float32(logits)
-    chosen = np.take_along_axis(values, token_ids.numpy()[:, None].astype(np.int64), axis=1)
+    chosen = np.take_along_axis(
+        values, token_ids.numpy()[:, None].astype(np.int64), axis=1
+    )
     output.numpy()[:] = np.count_nonzero(values >= chosen, axis=1)
 
 
@@ -55,7 +57,9 @@ def fill_logprob_token_ids(
     NUM_TOPK: int = 0,
     **launch: Any,
 ) -> None:
-    """List the tokens of log-probabilities: the sampled one, then those the request names or the best."""
+    """List the tokens of log-probabilities: the sampled one, then those the request
+    names or the best.
+    """
     output_np = output.numpy()
     valid_np = valid.numpy()
     output_np[:, 0] = sampled.numpy()
@@ -88,6 +92,7 @@ def prompt_logprobs_token_ids(
     token_rows = rows_np[owners]
     columns = num_computed.numpy()[token_rows] + 1 + offsets
     tokens = all_token_ids.numpy()
-    # Nothing follows the last token of a full row; vLLM reads on there, and drops what it finds.
+    # Nothing follows the last token of a full row; vLLM reads on there, and drops what
+    # it finds.
     columns = np.minimum(columns, tokens.shape[1] - 1)
     output.numpy()[starts[0] : starts[-1]] = tokens[token_rows, columns]

@@ -31,7 +31,9 @@ def apply_penalties(
     inputs = token_ids.numpy()
     counts = output_counts.numpy()
     one = np.float32(1.0)
-    for place, (row, local) in enumerate(zip(rows.tolist(), local_positions.tolist(), strict=True)):
+    for place, (row, local) in enumerate(
+        zip(rows.tolist(), local_positions.tolist(), strict=True)
+    ):
         repetition = repetition_penalties.numpy()[row]
         frequency = frequency_penalties.numpy()[row]
         presence = presence_penalties.numpy()[row]
@@ -48,7 +50,9 @@ def apply_penalties(
             repeated[emitted] = True
             penalized = np.flatnonzero(repeated)
             before = values[penalized]
-            values[penalized] = before * np.where(before > 0, one / repetition, repetition)
+            values[penalized] = before * np.where(
+                before > 0, one / repetition, repetition
+            )
         values[emitted] -= frequency * seen[emitted].astype(np.float32)
         values[emitted] -= presence
 
@@ -58,7 +62,8 @@ def count_tokens(
     all_token_ids: torch.Tensor,  # [request rows, max_model_len]
     all_token_ids_stride: int,
     prompt_lens: torch.Tensor,  # [request rows]
-    prefill_lens: torch.Tensor,  # [request rows] more than the prompt's after a preemption
+    # [request rows] more than the prompt's after a preemption
+    prefill_lens: torch.Tensor,
     prompt_mask: torch.Tensor,  # [request rows, V / 32] int32, zero in these rows
     prompt_mask_stride: int,
     output_counts: torch.Tensor,  # [request rows, V], zero in these rows
@@ -100,7 +105,8 @@ def apply_logit_bias(
     CHECK_ALL_MASKED_ROWS: bool = False,
     **launch: Any,
 ) -> None:
-    """Keep allowed tokens alone, add biases, and drop tokens that would end a text too early.
+    """Keep allowed tokens alone, add biases, and drop tokens that would end a text too
+    early.
 
     With structured output, tokens that end the text stay if nothing else is left.
     """
@@ -144,11 +150,15 @@ def apply_bad_words(
     input_ids: torch.Tensor,  # [logits] the input token of each row of logits
     local_positions: torch.Tensor,  # [logits] index among the request's rows of logits
 ) -> None:
-    """Drop a bad word's last token where the output, with the drafts before, ends with its others."""
+    """Drop a bad word's last token where the output, with the drafts before, ends with
+    its others.
+    """
     logits_np = logits.numpy()
     tokens = all_token_ids.numpy()
     inputs = input_ids.numpy()
-    for place, (row, local) in enumerate(zip(rows.tolist(), local_positions.tolist(), strict=True)):
+    for place, (row, local) in enumerate(
+        zip(rows.tolist(), local_positions.tolist(), strict=True)
+    ):
         number = int(num_bad_words[row])
         if not number:
             continue

@@ -11,8 +11,10 @@ import torch
 def apply_prompt_embeds(
     inputs_embeds: torch.Tensor,  # [tokens, hidden_size], changed in place
     inputs_embeds_stride: int,
-    embeds_pointers: torch.Tensor,  # [request rows] uint64, addresses of [embeds_lens, hidden_size]
-    mask_pointers: torch.Tensor,  # [request rows] uint64, addresses of [embeds_lens] bytes, or 0
+    # [request rows] uint64, addresses of [embeds_lens, hidden_size]
+    embeds_pointers: torch.Tensor,
+    # [request rows] uint64, addresses of [embeds_lens] bytes, or 0
+    mask_pointers: torch.Tensor,
     embeds_lens: torch.Tensor,  # [request rows]; 0: the request has none
     rows: torch.Tensor,  # [requests]
     query_start_loc: torch.Tensor,  # [requests + 1 or more]

@@ -15,7 +15,8 @@ def prepare_rope_positions(
     prefill_positions: torch.Tensor,  # [request rows x NUM_DIMS, max_model_len]
     prefill_positions_stride0: int,
     prefill_positions_stride1: int,
-    prefill_deltas: torch.Tensor,  # [request rows] between a text's length and the next position
+    # [request rows] between a text's length and the next position
+    prefill_deltas: torch.Tensor,
     rows: torch.Tensor,  # [requests]
     query_start_loc: torch.Tensor,  # [requests + 1 or more]
     prefill_lens: torch.Tensor,  # [request rows]

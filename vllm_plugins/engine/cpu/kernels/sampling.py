@@ -59,7 +59,9 @@ def compact_sampling_mask(
     ROWS_PER_REQUEST: int = 1,
     **launch: Any,
 ) -> None:
-    """The tokens that each sampled token was drawn from: first IDs, their number, and a bit each."""
+    """The tokens that each sampled token was drawn from: first IDs, their number, and a
+    bit each.
+    """
     logits_np = as_float32(logits)
     first_rows = cu_num_logits.tolist()
     for request, number in enumerate(num_sampled.tolist()):

@@ -62,14 +62,18 @@ def ngram_scan(
     *launch: int,
     **more_launch: Any,
 ) -> None:
-    """Find the longest earlier occurrence of the last MIN_N to MAX_N tokens, the latest of several.
+    """Find the longest earlier occurrence of the last MIN_N to MAX_N tokens, the latest
+    of several.
 
-    Its score is length x (max_model_len + 1) + begin + 1, or 0 if there is none. The greatest score
-    of a request's blocks counts: this one is written as the first block's, 0 as the others'.
+    Its score is length x (max_model_len + 1) + begin + 1, or 0 if there is none. The
+    greatest score of a request's blocks counts: this one is written as the first
+    block's, 0 as the others'.
     """
     tokens = all_token_ids.numpy()
     scores_np = scores.numpy()
-    for place, (row, number) in enumerate(zip(rows.tolist(), num_sampled.tolist(), strict=False)):
+    for place, (row, number) in enumerate(
+        zip(rows.tolist(), num_sampled.tolist(), strict=False)
+    ):
         scores_np[place] = 0
         text = tokens[row, : int(total_lens[row])]
         if number > 0 and len(text) >= MIN_N:
@@ -79,7 +83,9 @@ def ngram_scan(
 
 
 def longest_match(text: np.ndarray, max_length: int) -> tuple[int, int]:
-    """(length, begin) of the longest, then latest earlier occurrence of a text's end; length 0: none."""
+    """(length, begin) of the longest, then latest earlier occurrence of a text's end;
+    length 0: none.
+    """
     last = len(text) - 1
     ends = np.flatnonzero(text[:last] == text[last])
     length = 0

@@ -11,9 +11,11 @@ from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import unpacked
 def apply_grammar_bitmask(
     logits: torch.Tensor,  # [logits, V], changed in place
     logits_stride: int,
-    mapping: torch.Tensor,  # [masks] request x MASK_STRIDE + index among its rows of logits
+    # [masks] request x MASK_STRIDE + index among its rows of logits
+    mapping: torch.Tensor,
     cu_num_logits: torch.Tensor,  # [requests + 1]
-    bitmask: torch.Tensor,  # [masks, V / 32] int32, a bit a token: whether the grammar allows it
+    # [masks, V / 32] int32, a bit a token: whether the grammar allows it
+    bitmask: torch.Tensor,
     bitmask_stride: int,
     vocab_size: int,
     MASK_STRIDE: int = 1,
@@ -29,4 +31,6 @@ def apply_grammar_bitmask(
         row = first_rows[request] + local
         if row < first_rows[request + 1]:
             allowed = unpacked(bitmask[mask], vocab_size)
-            logits[row, :vocab_size].masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+            logits[row, :vocab_size].masked_fill_(
+                torch.from_numpy(~allowed), float("-inf")
+            )

@@ -13,7 +13,8 @@ INT32_BYTES = 4
 
 
 def apply_write(
-    output: torch.Tensor,  # [rows] or [rows, columns]; with MULTI_GROUP [groups], addresses of tables
+    # [rows] or [rows, columns]; with MULTI_GROUP [groups], addresses of tables
+    output: torch.Tensor,
     output_stride: Any,  # int; with MULTI_GROUP [groups], the tables' columns
     rows: torch.Tensor,  # [writes]
     starts: torch.Tensor,  # [writes] first column
@@ -48,13 +49,16 @@ def gather_block_tables(
     num_blocks: torch.Tensor,  # [groups, request rows]
     num_blocks_stride: int,
     num_requests: int,
-    num_computed: torch.Tensor | None = None,  # [request rows]; from vLLM 0.33 on, as what follows
-    window_reach: torch.Tensor | None = None,  # [groups] tokens that a sliding window reads, or 0
+    num_computed: torch.Tensor
+    | None = None,  # [request rows]; from vLLM 0.33 on, as what follows
+    window_reach: torch.Tensor
+    | None = None,  # [groups] tokens that a sliding window reads, or 0
     block_sizes: torch.Tensor | None = None,  # [groups]
     MASK_SLIDING_WINDOW: bool = False,
     **launch: Any,
 ) -> None:
-    """Copy the block IDs of a batch's requests. Behind a sliding window they become 0, the null block.
+    """Copy the block IDs of a batch's requests. Behind a sliding window they become 0,
+    the null block.
 
     Rows of padding keep what they held: only whole-model CUDA graphs read them.
     """
@@ -68,14 +72,20 @@ def gather_block_tables(
         block_ids = table_at(source, stride)[rows_np, :width]
         columns = np.arange(width)
         if MASK_SLIDING_WINDOW:
-            assert num_computed is not None and window_reach is not None and block_sizes is not None
+            assert (
+                num_computed is not None
+                and window_reach is not None
+                and block_sizes is not None
+            )
             reach = int(window_reach[group])
             if reach > 0:
                 unread = np.maximum(num_computed.numpy()[rows_np] - reach, 0)
                 num_null = unread // int(block_sizes[group])
                 block_ids[columns < num_null[:, None]] = 0
         held = columns < ends[:, None]
-        np.copyto(table_at(target, stride)[:num_requests, :width], block_ids, where=held)
+        np.copyto(
+            table_at(target, stride)[:num_requests, :width], block_ids, where=held
+        )
 
 
 def compute_slot_mappings(
@@ -95,12 +105,14 @@ def compute_slot_mappings(
     PAD_ID: int = -1,
     **launch: Any,
 ) -> None:
-    """Where each token's KV goes: its block's ID times the block size, plus its place in the block.
+    """Where each token's KV goes: its block's ID times the block size, plus its place
+    in the block.
 
     Tokens of rows below 0, groups without slots, and the rest of the buffer get PAD_ID.
 
     Raises:
-        NotImplementedError: with context parallelism, which vLLM's CPU attention does not have.
+        NotImplementedError: with context parallelism, which vLLM's CPU attention does
+            not have.
     """
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no kernels on the CPU")
@@ -116,9 +128,17 @@ def compute_slot_mappings(
     padding = token_rows < 0
     any_padding = bool(padding.any())
     if any_padding:
-        token_rows = np.where(padding, 0, token_rows)  # a table at an address has no last row
+        token_rows = np.where(
+            padding, 0, token_rows
+        )  # a table at an address has no last row
     for group, (table, stride, block_size, is_enabled) in enumerate(
-        zip(tables.tolist(), strides.tolist(), block_sizes.tolist(), enabled.tolist(), strict=True)
+        zip(
+            tables.tolist(),
+            strides.tolist(),
+            block_sizes.tolist(),
+            enabled.tolist(),
+            strict=True,
+        )
     ):
         slots[group, last:max_num_tokens] = PAD_ID
         if not is_enabled:
@@ -143,7 +163,9 @@ def zero_kv_blocks(
 ) -> None:
     """Zero blocks of KV caches."""
     blocks = block_ids.tolist()
-    segments = zip(addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True)
+    segments = zip(
+        addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True
+    )
     for address, stride, size in segments:
         for block in blocks:
             ctypes.memset(address + block * stride * INT32_BYTES, 0, size * INT32_BYTES)

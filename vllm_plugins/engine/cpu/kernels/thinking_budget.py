@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of sample/thinking_budget.py: where thinking begins and ends, and the end that is forced."""
+"""Kernels of sample/thinking_budget.py: where thinking begins and ends, and the end
+that is forced.
+"""
 
 from typing import Any
 
@@ -15,7 +17,8 @@ def update_committed_markers(
     all_token_ids: torch.Tensor,  # [request rows, max_model_len]
     all_token_ids_stride: int,
     total_lens: torch.Tensor,  # [request rows]
-    last_starts: torch.Tensor,  # [request rows] place of the latest start marker, -1: none
+    # [request rows] place of the latest start marker, -1: none
+    last_starts: torch.Tensor,
     last_ends: torch.Tensor,  # [request rows] place of the latest end marker, -1: none
     scan_positions: torch.Tensor,  # [request rows] where the next search begins
     start_token_ids: torch.Tensor,  # [START_LEN]
@@ -27,8 +30,8 @@ def update_committed_markers(
 ) -> None:
     """Search the requests' new tokens for markers, and note the latest of each kind.
 
-    vLLM's kernel does not note a marker that is blocks of tokens before the latest of the other kind.
-    Only the order of the two matters.
+    vLLM's kernel does not note a marker that is blocks of tokens before the latest of
+    the other kind. Only the order of the two matters.
     """
     markers = (start_token_ids.numpy(), natural_end_token_ids.numpy())
     tables = (last_starts.numpy(), last_ends.numpy())
@@ -77,19 +80,25 @@ def apply_thinking_budget(
     NATURAL_END_LEN: int,
     END_LEN: int,
 ) -> None:
-    """Force the end marker's next token where a text, with the drafts before, has used its budget."""
+    """Force the end marker's next token where a text, with the drafts before, has used
+    its budget.
+    """
     inputs = input_ids.numpy()
     start_marker = start_token_ids.numpy()
     natural_end = natural_end_token_ids.numpy()
     forced_end = end_token_ids.numpy()
-    for place, (row, local) in enumerate(zip(rows.tolist(), local_positions.tolist(), strict=True)):
+    for place, (row, local) in enumerate(
+        zip(rows.tolist(), local_positions.tolist(), strict=True)
+    ):
         budget = int(budgets[row])
         if budget < 0:
             continue
         total_len = int(total_lens[row])
         committed = all_token_ids.numpy()[row, :total_len]
         text = np.concatenate((committed, inputs[place - local + 1 : place + 1]))
-        last_start = latest_with_drafts(text, total_len, start_marker, int(last_starts[row]))
+        last_start = latest_with_drafts(
+            text, total_len, start_marker, int(last_starts[row])
+        )
         last_end = latest_with_drafts(text, total_len, natural_end, int(last_ends[row]))
         if last_start < 0 or last_start <= last_end:
             continue
@@ -99,7 +108,9 @@ def apply_thinking_budget(
         logits[place, int(forced_end[begun])] = FORCED
 
 
-def latest_with_drafts(text: np.ndarray, total_len: int, marker: np.ndarray, cached: int) -> int:
+def latest_with_drafts(
+    text: np.ndarray, total_len: int, marker: np.ndarray, cached: int
+) -> int:
     """The latest place of a marker; those that end within the committed text are known."""
     first = max(total_len - len(marker) + 1, 0)
     places = occurrences(text[first:], marker)
