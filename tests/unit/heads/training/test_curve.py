@@ -183,26 +183,6 @@ def test_the_best_weights_survive_a_crash(
         assert torch.equal(tensor, seen[2][name])
 
 
-def test_a_stop_in_the_last_evaluation_loses_no_step(
-    train: Train, stop_at: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = loop.evaluate
-    stopped: list[Any] = []
-
-    def stopping(*args: Any) -> Evaluation:
-        if args[5] == "after" and not stopped:
-            stopped.append(args)
-            raise KeyboardInterrupt
-        return real(*args)
-
-    monkeypatch.setattr(loop, "evaluate", stopping)
-    with pytest.raises(loop.Stopped, match="stopped at step 12 of 12"):
-        train()
-    computed = stop_at(-1)
-    assert facts_of(train())["steps"] == 12
-    assert not computed, "no step is done again"
-
-
 def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
     train(evaluate_every=6)
     shown = capsys.readouterr().err

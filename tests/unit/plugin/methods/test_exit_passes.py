@@ -4,7 +4,6 @@ backends that make passes wait.
 """
 
 import logging
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,47 +26,6 @@ from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, updates_in_pla
 from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
-
-
-class Op:
-    """As much of vLLM's IrOp as its priority."""
-
-    def __init__(self, priority: list[str], *impls: str) -> None:
-        self.priority = priority
-        self.impls = dict.fromkeys(impls)
-
-    def get_priority(self) -> list[str]:
-        return self.priority
-
-    @contextmanager
-    def set_priority(self, priority: list[str]) -> Any:
-        before = self.priority
-        self.priority = priority
-        yield
-        self.priority = before
-
-
-def test_norms_at_exits_are_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled engines write norms out in torch; outside compiled code that is ten launches."""
-    compiled = Op(["native"], "native", "vllm_c")
-    eager = Op(["vllm_c", "native"], "vllm_c")
-    without = Op(["native"])
-    unset = Op([], "native", "vllm_c")
-    monkeypatch.setattr(exit_norm, "_norms", lambda: (compiled, eager, without, unset))
-    for on_gpu in (True, False):
-        monkeypatch.setattr(
-            exit_norm,
-            "current_platform",
-            SimpleNamespace(is_cuda_alike=lambda on_gpu=on_gpu: on_gpu),
-        )
-        with exit_norm.kernels_first():
-            assert compiled.priority == (["vllm_c", "native"] if on_gpu else ["native"])
-            assert unset.priority == (["vllm_c", "native"] if on_gpu else [])
-            assert (eager.priority, without.priority) == (
-                ["vllm_c", "native"],
-                ["native"],
-            )
-        assert compiled.priority == ["native"]
 
 
 def test_vllm_has_such_norms() -> None:
