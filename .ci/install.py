@@ -15,9 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-VLLM = (
-    "0.32.0"  # the newest CPU build, and what has run on a GPU; 0.33 is supported, too
-)
+# The newest CPU build, and what has run on a GPU; 0.33 is supported, too
+VLLM = "0.32.0"
 TORCH = "2.13.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 SHIM = """\

@@ -36,9 +36,8 @@ HUGE_PAGES = {
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
-ACCEPTED_AT = (
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total"  # by the label "position"
-)
+# By the label "position"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 
 class EngineProcess:

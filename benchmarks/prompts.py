@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm_ppd.benchmarks import BenchError
 
 SHORTEST = 4  # tokens
-# distance between two pieces of a long text, in pieces: their continuations should
+# Distance between two pieces of a long text, in pieces: their continuations should
 # differ
 STRIDE = 4
 
@@ -55,9 +55,8 @@ def read_prompts(
         category = str(record.get("category", ""))
         for number, ids in enumerate(prompts_of(record, place, tokenizer, longest)):
             if SHORTEST <= len(ids) <= longest:
-                turn = (
-                    number  # the first pieces of all texts come before the second ones
-                )
+                # The first pieces of all texts come before the second ones
+                turn = number
                 if category:
                     turn += seen[category]
                 turns.append((turn, Prompt(ids, category)))

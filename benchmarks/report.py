@@ -2,9 +2,9 @@
 """Markdown tables and plots from files of results.
 
     python -m vllm_ppd.benchmarks.report FILE.json ...                    # print tables
-    # draw greedy speed-ups
+    # Draw greedy speed-ups
     python -m vllm_ppd.benchmarks.report FILE.json --plot speeds.svg
-    # write benchmarks/results/README.md
+    # Write benchmarks/results/README.md
     python -m vllm_ppd.benchmarks.report --page
 
 The page has a section for each benchmarks/results/NAME.json, with the title and the

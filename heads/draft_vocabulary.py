@@ -10,7 +10,7 @@ import torch
 
 LEAST = 1024  # a smaller one saves nothing more
 GRAIN = 64  # sizes are multiples of it, which suits matrix products
-# shares of the text
+# Shares of the text
 ALMOST_ALL = 0.99
 MOST = 0.9
 

@@ -39,9 +39,8 @@ class Timing(Stored):
 
     seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
-    transform_in_layers: Amount = (
-        0.0  # a d x d matrix relative to a decoder layer; missing in early calibrations
-    )
+    # A d x d matrix relative to a decoder layer; missing in early calibrations
+    transform_in_layers: Amount = 0.0
 
 
 class Counts(Stored):
@@ -107,7 +106,7 @@ class Setting(NamedTuple):
     drafts: int  # most drafts per cycle, n
     drafted: float  # drafts per cycle, on average
     length: float  # tokens per cycle
-    # decoder layers that drafting adds to a pass, the heads' own d x d transforms among
+    # Decoder layers that drafting adds to a pass, the heads' own d x d transforms among
     # them
     layers: float
     reads: float  # reads of the whole LM head that it adds
@@ -115,7 +114,7 @@ class Setting(NamedTuple):
     exit_layer: int | None = None  # layer at which early drafts are read
     trained: bool = True  # whether heads draft
     served: dict[str, Any] | None = (
-        # the server's options for this setting (None: only the heads can specify it)
+        # The server's options for this setting (None: only the heads can specify it)
         None
     )
 

@@ -17,9 +17,8 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-COUNTS_NAME = (
-    "token_counts.safetensors"  # for heads whose published weights are not changed
-)
+# For heads whose published weights are not changed
+COUNTS_NAME = "token_counts.safetensors"
 LONGEST_INDEX = 16 << 20  # bytes
 
 

@@ -36,9 +36,8 @@ class Ngrams(NamedTuple):
     bounds: tuple[int, ...]  # starts, on the host
     base: int  # B
     vocab_size: int
-    columns: torch.Tensor | None = (
-        None  # [vocabulary] int64, the digit of each token; None: its id
-    )
+    # [vocabulary] int64, the digit of each token; None: its id
+    columns: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Ngrams:
         columns = None if self.columns is None else self.columns.to(device)
@@ -65,9 +64,8 @@ class Top(NamedTuple):
     # order
     scores: torch.Tensor
     ids: torch.Tensor  # [heads, rows, k] int64
-    first_token: torch.Tensor | None = (
-        None  # [rows] int64, precedes the heads' tokens with probability 1
-    )
+    # [rows] int64, precedes the heads' tokens with probability 1
+    first_token: torch.Tensor | None = None
 
     @property
     def token_ids(self) -> list[torch.Tensor]:

@@ -22,14 +22,12 @@ class Sampling(NamedTuple):
     """
 
     temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
-    top_k: torch.Tensor | None = (
-        None  # [rows] int; the vocabulary's size where a row has no limit
-    )
+    # [rows] int; the vocabulary's size where a row has no limit
+    top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None  # [rows] float32 in (0, 1]
     seeds: torch.Tensor | None = None  # [rows] int64; None: draw with torch's generator
-    positions: torch.Tensor | None = (
-        None  # [rows] int64, of the token before the drawn one
-    )
+    # [rows] int64, of the token before the drawn one
+    positions: torch.Tensor | None = None
 
     def at(self, index: torch.Tensor | slice) -> Sampling:
         """The settings of the rows at an index."""

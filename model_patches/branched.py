@@ -149,9 +149,8 @@ class BranchedModel(ModelCut):
         super().__init__(model, vllm_config, (), embedded=embedded)
         self.stacks[0].taps = (len(self.adapter.layers) - 1,)
         self.branches: Stack | None = None
-        self.branch_hidden: torch.Tensor | None = (
-            None  # [branches, max tokens, hidden], their latest output
-        )
+        # [branches, max tokens, hidden], their latest output
+        self.branch_hidden: torch.Tensor | None = None
         self.skip_branches = False  # whether forwards leave out the branches
 
     def add_branches(
@@ -208,7 +207,7 @@ class BranchedModel(ModelCut):
             and not self.skip_branches
         ):
             if self.graph_buffers is not None:
-                # the branches' CUDA graphs may reuse the memory of the target's last
+                # The branches' CUDA graphs may reuse the memory of the target's last
                 # graph
                 output = output.clone()
             states = self.branches(positions, *self.in_graph_buffers((before, None)))

@@ -26,7 +26,7 @@ from vllm_ppd.kernels.staging import Staged, StepEnd
 
 MOST_SHARED = (
     99 << 10
-    # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
+    # Bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
     # and 8.9)
 )
 

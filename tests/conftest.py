@@ -173,7 +173,7 @@ def start_engine(
         "enforce_eager": True,
         "max_model_len": 256,
         "max_num_seqs": 16,
-        # far less than the prompts together: prefill comes in chunks
+        # Far less than the prompts together: prefill comes in chunks
         "max_num_batched_tokens": 96,
         "block_size": 32,
         **kv_cache(1 / 32),

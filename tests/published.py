@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# of the tiny llama
+# Of the tiny llama
 HIDDEN = 64
 VOCAB = 320
 IBM = {

@@ -2,7 +2,7 @@
 """Thousands of requests to real servers: answers equal those without drafts, and
 nothing is left behind.
 
-    # a server of each method after the other
+    # A server of each method after the other
     python tests/soak.py
     python tests/soak.py --only cp --requests 300
 

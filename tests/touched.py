@@ -38,16 +38,16 @@ OVERRIDING = {
 }
 # What is called or assumed beside.
 ASSUMED = [
-    # a speculator without a model registers nothing
+    # A speculator without a model registers nothing
     f"{V2}.eplb_utils:EPLBController.maybe_register_speculator",
-    # resolves names of heads by get_model_path
+    # Resolves names of heads by get_model_path
     "vllm.engine.arg_utils:EngineArgs.__post_init__",
-    # whose global unseen_by_connectors hides
+    # Whose global unseen_by_connectors hides
     "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
-    # counts steps in flight, takes placeholder drafts
+    # Counts steps in flight, takes placeholder drafts
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
-    # laid out anew by kv_blocks.added_blocks
+    # Laid out anew by kv_blocks.added_blocks
     "vllm.v1.kv_cache_interface:KVCacheTensor",
     # Runner V2's step, and what stands around a speculator.
     *(
@@ -72,18 +72,18 @@ ASSUMED = [
     f"{V2}.input_batch:post_update",
     f"{V2}.sample.sampler:Sampler.sample",
     f"{V2}.sample.sampler:Sampler._sample_random",
-    # what the log-probabilities of sharded requests leave out
+    # What the log-probabilities of sharded requests leave out
     f"{V2}.sample.sampler:Sampler.get_logprobs_dims",
     f"{V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
-    # of dense models
+    # Of dense models
     "vllm.config.parallel:ParallelConfig.reconfigure_for_independent_dp_rank",
     "vllm.v1.worker.gpu_worker:Worker.update_max_model_len",
     f"{V2}.sample.sampler:Sampler.apply_sampling_params",
-    # launches the kernels that Lookup does
+    # Launches the kernels that Lookup does
     f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",
-    # placeholders of as many drafts
+    # Placeholders of as many drafts
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
-    # what ScheduledDrafts takes the place of
+    # What ScheduledDrafts takes the place of
     "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
     f"{V2}.model_runner:GPUModelRunner.load_model",
     *(

@@ -10,11 +10,11 @@ import signal
 import sys
 from typing import Any, get_args
 
-# id of the process with which its engine must end, even if that is killed
+# Id of the process with which its engine must end, even if that is killed
 ENDS_WITH = "PPD_ENDS_WITH"
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
-# share of a GPU's memory that must be free before vLLM starts; the KV cache's size is
+# Share of a GPU's memory that must be free before vLLM starts; the KV cache's size is
 # set separately
 GATE = 0.01
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
-# that vLLM starts for every method but a worker group
+# That vLLM starts for every method but a worker group
 WORKER = f"{ENGINE}.worker.DraftingWorker"
 
 
@@ -27,20 +27,17 @@ class MethodSpec:
 
     title: str  # as in the start-up log line
     drafter: str  # Drafter class
-    # drives the drafter on vLLM's model runner V2
+    # Drives the drafter on vLLM's model runner V2
     speculator: str = f"{ENGINE}.speculator.Speculator"
     heads: str | None = None  # kind of heads that the method reads
     needs_heads: bool = False
     looks_up_alone: bool = False  # drafts only from the requests' own texts
-    cuts: bool = (
-        False  # runs parts of the target separately, so the family needs an adapter
-    )
-    adds_layers: bool = (
-        False  # adds layers to the target, which some families do not support
-    )
-    writes_ahead: bool = (
-        False  # writes KV of drafted positions before they are scheduled
-    )
+    # Runs parts of the target separately, so the family needs an adapter
+    cuts: bool = False
+    # Adds layers to the target, which some families do not support
+    adds_layers: bool = False
+    # Writes KV of drafted positions before they are scheduled
+    writes_ahead: bool = False
     options: tuple[str, ...] = ()  # options of this method only
     request_options: tuple[str, ...] = ()  # the same for request options
     group: GroupSpec | None = None  # for worker groups over two pipeline stages

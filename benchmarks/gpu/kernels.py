@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of the drafting kernels and of their torch references.
 
-    # vocabulary 128K
+    # Vocabulary 128K
     python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json
     # small, references only
     python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json

@@ -36,9 +36,8 @@ class Texts:
     prompt: int  # tokens of the longest prompt
     lengths: torch.Tensor  # [texts] generated tokens, the end token included
     temperature: float  # at which the text was sampled; 0 is greedy
-    starts: torch.Tensor | None = (
-        None  # [texts] where each prompt begins (None: all at 0)
-    )
+    # [texts] where each prompt begins (None: all at 0)
+    starts: torch.Tensor | None = None
 
     @property
     def generated(self) -> torch.Tensor:
@@ -187,7 +186,7 @@ def generate(
     real = torch.arange(width)[None] >= starts[:, None]
     defaults = target.model.generation_config
     try:
-        # transformers would fill in what the config leaves open: penalties, banned
+        # Transformers would fill in what the config leaves open: penalties, banned
         # n-grams, beams.
         target.model.generation_config = GenerationConfig()
         batches = torch.arange(len(prompts)).split(WRITTEN_TOGETHER)

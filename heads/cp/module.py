@@ -25,7 +25,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
-# of new experts, relative to the norm of their initial weights; a toy mixture trained
+# Of new experts, relative to the norm of their initial weights; a toy mixture trained
 # worse with 0.1
 NOISE = 0.01
 

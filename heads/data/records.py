@@ -33,22 +33,19 @@ class Document:
     """A text, or its token IDs where the record has them."""
 
     text: str = ""
-    is_chat: bool = (
-        False  # rendered by the chat template, which writes special tokens itself
-    )
+    # Rendered by the chat template, which writes special tokens itself
+    is_chat: bool = False
     prompt: str | None = None  # a chat up to its last user turn, or the record's prompt
-    responses: tuple[tuple[int, int], ...] | None = (
-        None  # spans of text that the model writes
-    )
+    # Spans of text that the model writes
+    responses: tuple[tuple[int, int], ...] | None = None
     answers: tuple[
         Answer, ...
     ] = ()  # of a chat whose text differs from what the model writes
     lost: tuple[
         str, ...
     ] = ()  # for each response that neither of these has, the reason
-    continues: bool = (
-        False  # whether it is another answer of the chat of the document before it
-    )
+    # Whether it is another answer of the chat of the document before it
+    continues: bool = False
     ids: list[int] | None = None
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
     mask: list[bool] | None = None  # which of `ids` the model writes

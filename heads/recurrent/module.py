@@ -156,9 +156,8 @@ class RecurrentHead(nn.Module):
         self.weights = nn.ParameterDict(
             {name.replace(".", "/"): nn.Parameter(weights[name]) for name in weights}
         )
-        self.token_ids: torch.Tensor | None = (
-            None  # the draft vocabulary in training; None: all tokens
-        )
+        # The draft vocabulary in training; None: all tokens
+        self.token_ids: torch.Tensor | None = None
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """The parameters by the configuration's names."""

@@ -26,9 +26,8 @@ class Evaluation(BaseModel):
     step: int
     loss: float | None  # None if nothing held out counts
     figures: dict[str, Any]
-    accepted: float | None = (
-        None  # greedy drafts per step, teacher-forced; None if not counted
-    )
+    # Greedy drafts per step, teacher-forced; None if not counted
+    accepted: float | None = None
 
     def is_better_than(self, other: Evaluation | None) -> bool:
         """Whether more drafts are accepted, or as many at a lower loss; never if the

@@ -88,9 +88,9 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
 class Speed(NamedTuple):
     """The measured speed of a training."""
 
-    # seconds of an optimiser step, with the target's states from the cache, if any
+    # Seconds of an optimiser step, with the target's states from the cache, if any
     step: float
-    # seconds to compute a step's states that the cache lacks; 0 without a cache
+    # Seconds to compute a step's states that the cache lacks; 0 without a cache
     target: float
     steps: float  # in a pass over the data
 

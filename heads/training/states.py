@@ -32,9 +32,8 @@ class Reads(NamedTuple):
 
     exits: tuple[int, ...] = ()  # layer counts after which the normed state is needed
     stem: bool = False  # whether the last decoder layer's arguments are needed
-    top_k: int = (
-        0  # number of likeliest next tokens whose log-probabilities are distilled
-    )
+    # Number of likeliest next tokens whose log-probabilities are distilled
+    top_k: int = 0
 
 
 def read_target(

@@ -37,13 +37,11 @@ class TargetStates:
     layers: dict[int, torch.Tensor] = field(
         default_factory=dict
     )  # after each number of layers, before the norm
-    top_ids: torch.Tensor | None = (
-        None  # [rows, k] int64: the target's likeliest next tokens
-    )
+    # [rows, k] int64: the target's likeliest next tokens
+    top_ids: torch.Tensor | None = None
     top_log_probs: torch.Tensor | None = None  # [rows, k] float32
-    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = (
-        None  # arguments of the last decoder layer
-    )
+    # Arguments of the last decoder layer
+    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
 
 class Target:
@@ -209,7 +207,7 @@ class Target:
             "position_ids": batch.position_ids,
             "use_cache": False,
         }
-        # transformers ignores positions in gpt-oss's masks, so documents would see each
+        # Transformers ignores positions in gpt-oss's masks, so documents would see each
         # other
         if self.has_sinks:
             places["attention_mask"] = packed_masks(

@@ -48,9 +48,8 @@ class Batch:
     windows: tuple[
         int, ...
     ] = ()  # their numbers in the split; empty if not on its grid
-    counted: torch.Tensor | None = (
-        None  # [windows, length] bool: tokens counted in the loss; None: all
-    )
+    # [windows, length] bool: tokens counted in the loss; None: all
+    counted: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +106,7 @@ class Batch:
 class Manifest(BaseModel):
     """What a store holds; it is written last, so that it marks the token files as complete."""
 
-    # hash of the names and times of the data files, the split and the tokenizer
+    # Hash of the names and times of the data files, the split and the tokenizer
     key: str
     documents: int
     skipped: dict[str, int]  # records by reason

@@ -192,7 +192,7 @@ THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
 
 
 BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
-# enough for ten requests of two blocks and one of four, and too few for the batch that
+# Enough for ten requests of two blocks and one of four, and too few for the batch that
 # is preempted
 BLOCKS = 28
 

@@ -16,13 +16,18 @@ from vllm_ppd.vllm_plugins.methods.early.reader import sampled_reading
 
 NAN = float("nan")
 INF = float("inf")
+HEADS: dict[str, dict[str, Any]] = {
+    "cp": {"condition": "none"},
+    "early": {},
+    "dynamo": {},
+}
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     """Have one number of the heads be another once they have been read, whatever the
     reader refuses.
     """
-    reader = "methods.early.reader" if kind == "early" else f"methods.{kind}.drafter"
+    reader = "methods.early.reader" if kind == "early" else f"methods.{kind}"
     module = import_module(f"vllm_ppd.vllm_plugins.{reader}")
     stock = module.load_tensors
 
@@ -31,15 +36,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
         if kind == "early":
             for weight in tensors.values():
                 weight[1, 2] = value
+        elif kind == "cp":
+            tensors["cp.transforms"][1, 0, 2, 3] = value  # of the first draft
         else:
-            tensor = tensors[
-                "cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"
-            ]
-            tensor[
-                (config.factors - config.positions + 1, 0, 2, 3)
-                if kind == "cp"
-                else (3,)
-            ] = value  # the first draft's
+            tensors["head.2.input_layernorm.weight"][3] = value
         return config, tensors
 
     monkeypatch.setattr(module, "load_tensors", load)
@@ -79,7 +79,7 @@ def test_damaged_heads_change_nothing(
         tiny_model(),
         {
             "method": "ppd" if kind == "early" else kind,
-            "model": fitted_heads(kind),
+            "model": fitted_heads(kind, **HEADS[kind]),
             **options,
         },
     )

@@ -297,7 +297,7 @@ def test_vllms_own_methods_on_a_cpu_are_mended() -> None:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     mend_workers_to_come()
-    # as every worker does when it starts
+    # As every worker does when it starts
     current_platform.register_triton_kernel_overrides()
     for values in (
         torch.tensor([0.5, 0.0, 0.7]),

@@ -35,9 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}
-NEAR = (
-    0.25  # nats between a token and the best one, from rounding to 8 bits of mantissa
-)
+# Nats between a token and the best one, from rounding to 8 bits of mantissa
+NEAR = 0.25
 EIGHT_BITS = [
     (kind, method) for kind in ("w8a8", "w8a8-head", "w8a8-amx") for method in METHODS
 ]

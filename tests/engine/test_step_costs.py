@@ -149,7 +149,7 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
         b"{}",
         b'{"method": {"sizes": [1], "counts": [0, 1], "seconds": [[1.0]]}}',
         b'{"method": {"sizes": [1], "counts": [0], "seconds": [[1.0]], "second_fastest": []}}',
-        # of a version that recorded no spread
+        # Of a version that recorded no spread
         b'{"method": {"sizes": [1], "counts": [0], "seconds": [[1.0]]}}',
         b'{"method": {"sizes": [1], "counts": [0, 1], "seconds": [[2.0, 1.0]], '
         b'"second_fastest": [[2.0, 1.0]]}}',

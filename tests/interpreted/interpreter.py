@@ -40,9 +40,8 @@ def prepare() -> None:
     _keep_lookups()
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
-    sampler.HAS_TRITON = (
-        False  # its kernel of top-k and top-p does not run interpreted; torch's does
-    )
+    # Its kernel of top-k and top-p does not run interpreted; torch's does
+    sampler.HAS_TRITON = False
 
 
 def _compare_to_bits() -> None:

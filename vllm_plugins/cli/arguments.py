@@ -25,7 +25,7 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 # What marks a field for pydantic-settings.
 POSITIONAL = get_args(CliPositionalArg)[1:]
 VARIADIC = get_args(CliVariadicArg)[1:]
-# stands for a comma within a word: pydantic-settings joins the words of a list by
+# Stands for a comma within a word: pydantic-settings joins the words of a list by
 # commas
 COMMA = "\x1f"
 

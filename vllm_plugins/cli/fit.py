@@ -27,24 +27,24 @@ from vllm_ppd.heads.quote import place
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions
 
-# of the time limit; the rest is for calibration
+# Of the time limit; the rest is for calibration
 DATA = 0.5
 TRAINING = 0.4
 PROMPTS = "prompts.jsonl"  # beside the options' module
 ANSWERS = 4  # most answers to a prompt, each with its own seed
 HELD_OUT = 8  # one of so many prompts is held out with all its answers
-# most tokens of a chat, and of a response
+# Most tokens of a chat, and of a response
 LENGTH = 2048
 RESPONSE = 512
 HALF = 128  # most tokens of a held-out text that form its prompt; at most half of it
 NEW_TOKENS = 128  # of a text for calibration
 CALIBRATED = 64  # most held-out prompts of a calibration
 MOST_PASSES = 16  # over the data
-# of a training, and how many may pass without improvement
+# Of a training, and how many may pass without improvement
 EVALUATIONS = 12
 PATIENCE = 6
 CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
-# most frequent tokens over which heads are trained, if the vocabulary is larger
+# Most frequent tokens over which heads are trained, if the vocabulary is larger
 VOCABULARY = 8192
 STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 

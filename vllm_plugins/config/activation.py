@@ -267,7 +267,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         "method": "custom_class",
         "model": config.spec.speculator,
         "num_speculative_tokens": config.num_speculative_tokens,
-        # for a sampled one vLLM would allocate a q(x) that nothing reads
+        # For a sampled one vLLM would allocate a q(x) that nothing reads
         "draft_sample_method": "greedy",
         **config.choice_of_drafts(),
     }

@@ -17,7 +17,7 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
 
-# prefix of our flags' argparse destinations, which vLLM's arguments do not have
+# Prefix of our flags' argparse destinations, which vLLM's arguments do not have
 PREFIX = "ppd_"
 FLAGS_OF_VLLM = {
     "method": "--spec-method",

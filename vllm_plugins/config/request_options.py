@@ -26,7 +26,7 @@ DRAFT = "ppd_draft"
 EPS_B = "ppd_eps_b"
 OPTIONS = (DRAFT, EPS_B)
 PREFIX = "ppd"
-# difflib ratio above which a key without our prefix counts as a misspelt key of ours
+# Difflib ratio above which a key without our prefix counts as a misspelt key of ours
 NEAR = 0.85
 LONGEST_NAME = 32  # characters compared
 _TEXTS = {"true": True, "false": False}

@@ -17,7 +17,7 @@ class DraftingConfig(DraftingOptions):
 
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
-    # whether the target is cut, by the method or for heads that read states within it
+    # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
     drafts_by_batch_size: list[list[int]] = Field(

@@ -26,7 +26,7 @@ MEMORY = 64  # drafts per request and position that count
 PRIOR_MEMORY = 256  # the same for all requests together
 PRIOR_WEIGHT = 8.0  # number of a request's drafts that weigh as much as the prior
 KINDS = 2  # kinds of the method's drafts
-# prior acceptance, and the number of drafts for which it counts
+# Prior acceptance, and the number of drafts for which it counts
 GUESS = 0.6
 GUESS_WEIGHT = 6.0
 DECAY = (
@@ -152,7 +152,7 @@ class DraftLengthController:
         self._steps = self._explored = (
             0  # steps so far, and the step of the last exploration
         )
-        # steps until the next exploration, and its cost
+        # Steps until the next exploration, and its cost
         self._wait = first_wait
         self._cost = 1.0
         self._paid = False  # whether the last exploration step paid off

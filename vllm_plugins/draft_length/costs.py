@@ -19,9 +19,8 @@ class CostTable(BaseModel):
     sizes: list[int] = Field(min_length=1)  # requests, ascending
     counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
     seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
-    second_fastest: list[list[StepSeconds]] | None = (
-        None  # [sizes, counts], in the second fastest round
-    )
+    # [sizes, counts], in the second fastest round
+    second_fastest: list[list[StepSeconds]] | None = None
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:

@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 logger = logging.getLogger("vllm.vllm_ppd")
 
 GROWTH = 4  # factor between measured batch sizes
-# per batch size; no further rounds start after these seconds
+# Per batch size; no further rounds start after these seconds
 LEAST_ROUNDS = 2
 ROUNDS = 5
 ROUND_SECONDS = 0.5

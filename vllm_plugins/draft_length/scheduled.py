@@ -60,7 +60,7 @@ class ScheduledDrafts:
         self.texts = texts
         self.lookups_alone = lookups_alone
         self.controller: DraftLengthController | None = None  # None: always N drafts
-        # drafts per request after the latest step, which the next step verifies
+        # Drafts per request after the latest step, which the next step verifies
         self.latest = drafts
         self.counts: Counter[str] = Counter()  # for our counters at /metrics
         self._chosen = drafts

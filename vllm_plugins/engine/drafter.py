@@ -88,9 +88,8 @@ class Drafts:
     """The drafts after a step."""
 
     token_ids: torch.Tensor  # [requests, K] int64
-    counts: torch.Tensor | None = (
-        None  # [requests] int64 usable drafts; None: as many as allowed
-    )
+    # [requests] int64 usable drafts; None: as many as allowed
+    counts: torch.Tensor | None = None
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

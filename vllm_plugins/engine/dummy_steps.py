@@ -151,7 +151,7 @@ def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
     )
 
 
-# steps with each number of drafts
+# Steps with each number of drafts
 WARM = 2
 TIMED = 8
 STEPS = WARM + TIMED

@@ -87,7 +87,7 @@ def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     arguments: dict[str, Any] = {
-        # compilation takes minutes and saves little in large batches
+        # Compilation takes minutes and saves little in large batches
         "enforce_eager": True,
         # A seeded request with a chunked prompt ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,

@@ -76,18 +76,16 @@ class FirstStackPasses:
         self.inputs = PassInputs(
             *(torch.zeros(most, dtype=dtype, device=self.device) for dtype in types)
         )
-        self.bounds: torch.Tensor | None = (
-            None  # [requests] bounds of sequence lengths; None while capturing a graph
-        )
+        # [requests] bounds of sequence lengths; None while capturing a graph
+        self.bounds: torch.Tensor | None = None
         self.without_attention = False
-        # whether metadata are updated in place, so that a CUDA graph may contain the
+        # Whether metadata are updated in place, so that a CUDA graph may contain the
         # passes
         self.capturable = False
         self.kv_cache_config: Any = None
         self.batch: Any = None  # batch of the current mixed step
-        self.metadata: dict[str, Any] | None = (
-            None  # attention metadata of the current drafting passes
-        )
+        # Attention metadata of the current drafting passes
+        self.metadata: dict[str, Any] | None = None
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
         """Bind the KV cache and its attention groups; an engine has none while vLLM

@@ -46,9 +46,8 @@ class DraftingRunnerMixin(UpdatedRunner):
     num_speculative_steps: int
     sample: Any
     _drafted = True  # whether the latest step made drafts
-    _logits: np.ndarray | None = (
-        None  # rows of logits of each request of the step that is being prepared
-    )
+    # Rows of logits of each request of the step that is being prepared
+    _logits: np.ndarray | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)

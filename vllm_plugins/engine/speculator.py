@@ -84,9 +84,8 @@ class Speculator(DraftModelSpeculator):
             self.unverified = UnverifiedDrafts(self.max_num_reqs, device)
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
-        self.graphs: CudaGraphManager | None = (
-            None  # vLLM reads such attributes to measure their memory
-        )
+        # vLLM reads such attributes to measure their memory
+        self.graphs: CudaGraphManager | None = None
         self.sampled_graphs: CudaGraphManager | None = None
 
     # Start ----------------------------------------------------------------------------

@@ -34,12 +34,10 @@ class Verification(RejectionSampler):
     def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = speculator
-        self._compiled = (
-            False  # whether vLLM's kernel is compiled for the model's logits
-        )
-        self._rows: torch.Tensor | None = (
-            None  # [rows of logits] request rows of the current chunk
-        )
+        # Whether vLLM's kernel is compiled for the model's logits
+        self._compiled = False
+        # [rows of logits] request rows of the current chunk
+        self._rows: torch.Tensor | None = None
         self._token_ids = 0  # most logprob_token_ids of a request of the batch
         # vLLM gathers the log-probabilities of sharded requests without those of
         # logprob_token_ids.

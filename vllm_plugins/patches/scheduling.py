@@ -15,7 +15,7 @@ from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# attribute that we add to a Scheduler: its ScheduledDrafts in a step that pads
+# Attribute that we add to a Scheduler: its ScheduledDrafts in a step that pads
 PADDING = "vllm_ppd_padding"
 
 

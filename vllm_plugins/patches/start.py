@@ -112,7 +112,7 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
     if config is None or not config.spec.writes_ahead:
         return original(self)
     if config.stages > 1:
-        # the last micro-step's candidates start one token after the scheduled ones
+        # The last micro-step's candidates start one token after the scheduled ones
         return 1
     # The base token and every draft write shallow KV after the verified tokens.
     return config.num_speculative_tokens + 1

@@ -23,7 +23,7 @@ LOADS = (1, 16, 32, 64, 96, 128, 192, 256)
 BANDWIDTH = (
     0.8 * 4.8e12
 )  # bytes per second of an H200, at the share of it that kernels reach
-# operations per second
+# Operations per second
 BF16 = 0.7 * 989e12
 FP8 = 0.7 * 1979e12
 

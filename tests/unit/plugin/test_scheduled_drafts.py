@@ -40,7 +40,7 @@ class Engine:
         self.waiting = list[tuple[int, np.ndarray]]()
         self.verified: list[int] = []  # drafts of each step
         self.may_draft = [True] * requests
-        # steps after which other requests come
+        # Steps after which other requests come
         self.life = 1 << 40
         self.greedy = True
 
