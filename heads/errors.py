@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_ppd.heads.quote import quoted, shortened
+from vllm_ppd.heads.text import quoted, shortened
 
 
 class UserError(ValueError):

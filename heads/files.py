@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
 
 if TYPE_CHECKING:
     import torch

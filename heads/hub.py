@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import quoted
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _token: ContextVar[str | bool | None] = ContextVar("vllm_ppd_hub_token", default=None)

@@ -39,7 +39,7 @@ from vllm_ppd.heads.hub import (
 )
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.measured import Parts
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.weight_files import (
     WEIGHTS_NAME,
     Stored,

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 
 
 class InUse(HeadsError):

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes, TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import quoted
 
 # Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = (

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import named, read_json_object
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

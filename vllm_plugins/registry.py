@@ -57,7 +57,7 @@ METHODS: dict[str, MethodSpec] = {
         EARLY,
         options=(*EARLY.options, "candidates"),
         group=GroupSpec(
-            worker=f"{METHOD}.group.worker.GroupWorker",
+            worker=f"{METHOD}.group.runner.GroupWorker",
             scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
         ),
     ),

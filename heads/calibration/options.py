@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_ppd.heads.comma_lists import Shares
+from vllm_ppd.heads.text import Shares
 
 
 class CalibrationOptions(BaseModel):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.session import Calibration, parts_of
+from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
 from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
 from vllm_ppd.heads.cp.config import CPParts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.draft_vocabulary import columns
-from vllm_ppd.heads.in_words import percent, table
 from vllm_ppd.heads.measured import ByDrafts, Counts
+from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 MakeHead = Callable[
@@ -119,7 +119,7 @@ def by_drafts(
     return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])
 
 
-PARTS = parts_of(partial(by_drafts, make=CPHead.from_tensors))
+PARTS = parts_by_vocabulary(partial(by_drafts, make=CPHead.from_tensors))
 
 
 def tables(parts: CPParts) -> Iterator[str]:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
-from vllm_ppd.heads.comma_lists import Integers
 from vllm_ppd.heads.measured import (
     ByDrafts,
     ByTexts,
@@ -21,6 +20,7 @@ from vllm_ppd.heads.measured import (
     Work,
     on_texts,
 )
+from vllm_ppd.heads.text import Integers
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
 Condition = Literal["none", "recurrent"]

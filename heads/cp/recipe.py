@@ -17,8 +17,7 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.cp.config import CPConfig, Experts
-from vllm_ppd.heads.cp.module import CPHead, mixtures
-from vllm_ppd.heads.cp.recurrence import Recurrence, normed
+from vllm_ppd.heads.cp.module import CPHead, Recurrence, mixtures, normed
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts

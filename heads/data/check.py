@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_ppd.heads.data.files import FORMS, expand, is_records, records
 from vllm_ppd.heads.data.records import Skipped, parse_record
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 
 LOOKED_AT = 1024  # records of each file
 

@@ -27,7 +27,7 @@ from vllm_ppd.heads.data.records import (
 )
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
 BATCH = 64  # documents tokenised at once
 LONGEST_SUMMARY = 200  # characters

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, place, shortened
 
 PIECE = 1 << 18  # characters of a plain text file that make one document
 LINES_SUFFIXES = {".jsonl", ".ndjson"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
 MOST_IDS = 1 << 31
 COLUMNS = {"messages", "prompt", "text", "prompt_token_ids"}

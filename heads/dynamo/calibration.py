@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.session import Calibration, parts_of
+from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
 from vllm_ppd.heads.calibration.text import Texts, ahead, logits_at
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
-from vllm_ppd.heads.in_words import percent, table
+from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
 JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
@@ -134,7 +134,7 @@ def rows(
     return Rows(rows=made)
 
 
-PARTS = parts_of(rows)
+PARTS = parts_by_vocabulary(rows)
 
 
 def tables(parts: DynaMoParts) -> Iterator[str]:

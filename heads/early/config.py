@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.comma_lists import Integers
 from vllm_ppd.heads.measured import (
     ByTexts,
     Counts,
@@ -23,7 +22,7 @@ from vllm_ppd.heads.measured import (
     Work,
     on_texts,
 )
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import Integers, quoted
 from vllm_ppd.heads.training.options import TrainingOptions
 
 PPD = {

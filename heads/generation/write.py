@@ -22,7 +22,7 @@ from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.locking import writing_file
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 
 NUMBER = 1000  # chats to write if neither a number nor prompts are given
 STRIDE = 4  # distance between prompts from a text, in prompt lengths

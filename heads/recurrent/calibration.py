@@ -3,9 +3,9 @@
 
 from functools import partial
 
-from vllm_ppd.heads.calibration.session import parts_of
+from vllm_ppd.heads.calibration.run import parts_by_vocabulary
 from vllm_ppd.heads.cp.calibration import by_drafts, tables
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 
 __all__ = ["PARTS", "tables"]
-PARTS = parts_of(partial(by_drafts, make=RecurrentHead))
+PARTS = parts_by_vocabulary(partial(by_drafts, make=RecurrentHead))

@@ -17,7 +17,7 @@ from pydantic import AliasPath, ConfigDict, Field, model_validator
 from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, HeadsConfig, Shapes, TargetLayers
 from vllm_ppd.heads.cp.config import CPParts, settings_by_drafts
 from vllm_ppd.heads.measured import Parts, Setting, Work
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 

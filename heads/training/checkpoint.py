@@ -24,7 +24,7 @@ from vllm_ppd.heads.errors import TrainingError, refuse_other_options
 from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes

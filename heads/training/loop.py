@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import recipe_of
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import WORK, RunFacts, unfinished_run
 from vllm_ppd.heads.training.evaluation import Evaluation, evaluate, evaluated_windows

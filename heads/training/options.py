@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_ppd.heads.comma_lists import COMMAS
+from vllm_ppd.heads.text import COMMAS
 
 
 class TrainingOptions(BaseModel):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs

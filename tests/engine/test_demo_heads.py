@@ -16,8 +16,7 @@ from conftest import DEMO, ROOT, Factory, full_but, start_engine, write_texts
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.replay import Drafted
-from vllm_ppd.heads.calibration.run import open_calibration
-from vllm_ppd.heads.calibration.session import Calibration
+from vllm_ppd.heads.calibration.run import Calibration, open_calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.cp import calibration as cp
 from vllm_ppd.heads.cp.module import CPHead

@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
 # What marks a field for pydantic-settings.
 POSITIONAL = get_args(CliPositionalArg)[1:]

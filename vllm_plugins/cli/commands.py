@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.in_words import in_words
+from vllm_ppd.heads.text import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 

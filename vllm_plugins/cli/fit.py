@@ -22,7 +22,7 @@ from vllm_ppd.heads.errors import (
 )
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.text import place
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions

@@ -27,9 +27,9 @@ class InspectOptions(BaseModel):
 def run(options: InspectOptions) -> int:
     """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.errors import HeadsError
-    from vllm_ppd.heads.in_words import in_words
     from vllm_ppd.heads.io import CALIBRATION_NAME, described, load_calibration
     from vllm_ppd.heads.target import check_on_disk, find_target
+    from vllm_ppd.heads.text import in_words
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
     from vllm_ppd.heads.training.provenance import provenance_of
 

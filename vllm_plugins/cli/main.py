@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
+from vllm_ppd.heads.text import LONGEST_MESSAGE, shortened
 from vllm_ppd.heads.training.signals import termination_as_interrupt
 from vllm_ppd.vllm_plugins.cli import bench, commands, fit, inspect
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group, Table, parse

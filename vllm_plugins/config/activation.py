@@ -18,7 +18,6 @@ from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError, UserError
 from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target import (
     TOKENIZER_NAME,
     check_layers,
@@ -26,6 +25,7 @@ from vllm_ppd.heads.target import (
     fingerprint,
     tokenizer_hashes,
 )
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (

@@ -16,8 +16,8 @@ from vllm_ppd.heads.files import read_json_object
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, kind_of, tensor_names
 from vllm_ppd.heads.kinds import KINDS, kind_in
-from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target import check_reachable, find_target
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS

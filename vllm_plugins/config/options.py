@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 # Where our resolved options travel inside VllmConfig.additional_config.

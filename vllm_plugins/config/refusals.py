@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.model_patches.families import (
     GRANITE,
     NO_TOKEN_HEADS,

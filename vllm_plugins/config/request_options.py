@@ -15,7 +15,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.quote import quoted, shortened
+from vllm_ppd.heads.text import quoted, shortened
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.registry import METHODS
 

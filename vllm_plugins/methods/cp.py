@@ -24,8 +24,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import draft_in_sequence, log_gate
-from vllm_ppd.heads.cp.recurrence import advance, fused, of_experts
+from vllm_ppd.heads.cp.module import (
+    advance,
+    draft_in_sequence,
+    fused,
+    log_gate,
+    of_experts,
+)
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen

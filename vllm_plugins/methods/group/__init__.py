@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that
-work at once.
+"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that work
+at once.
 
-scheduler         reserves room for the tokens of a group step
-worker, runner    vLLM's worker and model runner V2 as a stage
-stage             recognizes a group step: the protocol of both stages
-first_stage       starts candidates for the next token, while
-last_stage        ends the current one
-candidates        KV blocks of a request's candidates, in kv_blocks
-carried_states    states of the first stage, between micro-steps and steps
-progress          what each request has emitted in a group step
-passes            layers outside of vLLM's own forward
-stage_channel     messages between the stages
+scheduler      reserves room for the tokens of a group step
+runner         vLLM's worker and model runner V2 as a stage
+stage          recognizes a group step: the protocol of both stages
+first_stage    starts candidates for the next token, while
+last_stage     ends the current one
+candidates     KV blocks of a request's candidates
+progress       what each request has emitted in a group step, and states between steps
+passes         layers outside of vLLM's own forward
+stage_channel  messages between the stages
 """

@@ -17,11 +17,9 @@ from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
-from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
-from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
-from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
+from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates, KVBlocks
 from vllm_ppd.vllm_plugins.methods.group.passes import NONE
-from vllm_ppd.vllm_plugins.methods.group.progress import End, Progress
+from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates, End, Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 

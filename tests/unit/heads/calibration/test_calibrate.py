@@ -21,13 +21,13 @@ from transformers import GenerationConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.run import (
+    Calibration,
     calibrate,
     counts_of,
     open_calibration,
     report,
     save_recommended,
 )
-from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import (
     acceptance,
     end_tokens,

@@ -15,7 +15,7 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
     SavedStates,
     ScheduledStep,
 )
-from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
+from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates
 
 CPU = torch.device("cpu")
 NOBODY = 4 * 3

@@ -18,10 +18,9 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
-from vllm_ppd.vllm_plugins.methods.group.progress import End, Progress
+from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates, End, Progress
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep

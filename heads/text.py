@@ -1,8 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readable forms of stored values: words on a line, and Markdown tables."""
+"""Values in messages, on one printable line, and lists of options."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+LONGEST_VALUE = 80  # characters
+LONGEST_MESSAGE = 300
+
+
+def quoted(value: object) -> str:
+    """The repr of a value, with its middle left out if it is long."""
+    return shortened(repr(value), LONGEST_VALUE)
+
+
+def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """A text on one line of at most `most` characters, with its middle left out if it is longer."""
+    line = " ".join(text.split())
+    # A terminal obeys control sequences.
+    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    if len(line) <= most:
+        return line
+    head = (most - 3) * 2 // 3
+    return f"{line[:head]}...{line[head + 3 - most :]}"
+
+
+def place(file: Path, line: int | None = None) -> str:
+    """`file` or `file:line`."""
+    return str(file) if line is None else f"{file}:{line}"
+
+
+def _split(value: Any) -> Any:
+    return (
+        tuple(item for item in value.replace(" ", "").split(",") if item)
+        if isinstance(value, str)
+        else value
+    )
+
+
+COMMAS = BeforeValidator(_split)
+Integers = Annotated[tuple[int, ...], COMMAS]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
+Shares = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1), COMMAS
+]
 
 
 def in_words(value: Any) -> str:
