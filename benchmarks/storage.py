@@ -17,13 +17,14 @@ from vllm_ppd.benchmarks import BenchError
 Run = dict[str, Any]
 Turn = dict[str, Any]
 PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic")
+# What a continued run shares
 SAME = (
     "options",
     "contenders",
     "versions",
     "machine",
     "git",
-)  # what a continued run shares
+)
 
 
 def provenance() -> dict[str, Any]:

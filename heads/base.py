@@ -26,9 +26,8 @@ KINDS: dict[
 ] = {}  # the kinds imported so far; kinds.py imports all of them
 
 Shapes = dict[str, list[int]]
-MOST_NUMBERS = (
-    1 << 35
-)  # in all tensors together; whole classifiers of a large vocabulary have about 2^33
+# In all tensors together; whole classifiers of a large vocabulary have about 2^33
+MOST_NUMBERS = 1 << 35
 MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
@@ -104,14 +103,12 @@ class HeadsConfig(BaseModel, ABC):
     )
     kind: ClassVar[str]  # as speculators' algorithm name
     architecture: ClassVar[str]
-    method: ClassVar[
-        str
-    ]  # the plugin's name of the drafting method that reads these heads
+    # The plugin's name of the drafting method that reads these heads
+    method: ClassVar[str]
     options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
     parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores
-    tensor_names: ClassVar[
-        str
-    ]  # a regular expression for tensor names that only these heads have
+    # A regular expression for tensor names that only these heads have
+    tensor_names: ClassVar[str]
     counts: ClassVar[
         tuple[str, ...]
     ] = ()  # name prefixes of tensors that hold counts or n-grams

@@ -109,9 +109,8 @@ def replaced(path: Path) -> Iterator[Path]:
     new = path.with_name(path.name + ".part")
     new.unlink(missing_ok=True)
     new.touch()
-    mode = (
-        new.stat().st_mode & 0o777
-    )  # by the umask; safetensors lets only the owner read
+    # By the umask; safetensors lets only the owner read
+    mode = new.stat().st_mode & 0o777
     try:
         yield new
         new.chmod(mode)

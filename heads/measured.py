@@ -60,9 +60,8 @@ class ByDrafts(Stored):
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
     repeated_4_grams: Share = 0.0
     covers: Share = 1.0  # share of the training text that the draft vocabulary covers
-    by_category: dict[str, list[Share]] = Field(
-        default_factory=dict
-    )  # drafts accepted per step at each position
+    # Drafts accepted per step at each position
+    by_category: dict[str, list[Share]] = Field(default_factory=dict)
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:

@@ -28,11 +28,12 @@ LM_HEAD_NAMES = (
 )
 TOKENIZER_NAME = "tokenizer.json"
 SAMPLED_ROWS = 64
+# As safetensors names them; float32 holds their values exactly
 DTYPES = (
     "F32",
     "BF16",
     "F16",
-)  # as safetensors names them; float32 holds their values exactly
+)
 
 
 def find_target(name: str, folder: str | os.PathLike[str]) -> str:

@@ -175,9 +175,8 @@ def draft_chain(
         here = None if sampling is None else sampling.ahead(position)
         token = _drawn(weights, factors, here, token_ids)
         tokens.append(token)
-        weights = weights * _of_token(
-            factors, token
-        )  # a drawn token is possible under some expert
+        # A drawn token is possible under some expert
+        weights = weights * _of_token(factors, token)
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.stack(tokens, dim=1), weights.log()
 

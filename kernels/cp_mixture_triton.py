@@ -6,7 +6,7 @@ needs a dozen.
     sum_up   once: that log-sum-exp
     mix      per position: the mixture over experts and its best entry; where rows
              sample, the mixture's logarithm
-    draw     per position, where rows sample (draws_triton.py)
+    draw     per position, where rows sample (sampling_triton.py)
     advance  per position, a program per row: the winner, each expert's probability of
              it, the posterior (eq. 11 to 13)
 

@@ -30,9 +30,8 @@ class Ngrams(NamedTuple):
     # an order
     keys: torch.Tensor
     ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
-    starts: (
-        torch.Tensor
-    )  # [n] int64, where the entries of each order begin, and where the last ones end
+    # [n] int64, where the entries of each order begin, and where the last ones end
+    starts: torch.Tensor
     bounds: tuple[int, ...]  # starts, on the host
     base: int  # B
     vocab_size: int
@@ -89,16 +88,14 @@ class Peaks(NamedTuple):
 class Likeliest(NamedTuple):
     """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
-    order: (
-        torch.Tensor
-    )  # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
+    # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
+    order: torch.Tensor
     # [rows] int64, tokens after the first; 1, which is INVALID, where a joint is not
     # finite
     drafts: torch.Tensor
     tokens: torch.Tensor  # [rows, n] int64, -1 past the order
-    places: (
-        torch.Tensor
-    )  # [rows, n] int64, indices into each head's top-k, 0 past the order
+    # [rows, n] int64, indices into each head's top-k, 0 past the order
+    places: torch.Tensor
     floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
     total: torch.Tensor  # [rows] float32, sum of the joint
 

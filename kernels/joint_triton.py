@@ -78,9 +78,8 @@ def _find_peaks(
     entry = part * BLOCK + tl.arange(0, BLOCK)
     inside = entry < size
     product = tl.full((BLOCK,), 1.0, tl.float32)
-    wanted = tl.zeros(
-        (BLOCK,), tl.int64
-    )  # the n-gram's key, built from the last token to the first
+    # The n-gram's key, built from the last token to the first
+    wanted = tl.zeros((BLOCK,), tl.int64)
     weight = tl.full((), 1, tl.int64)
     rest = entry
     column = tl.arange(0, K_BLOCK)
@@ -105,9 +104,8 @@ def _find_peaks(
             if GIVEN:
                 wanted += _digits(ngrams, tl.load(top.first_token + row)) * weight
             low = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 2)
-            high = (
-                tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1
-            )  # the sentinel
+            # The sentinel
+            high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1
             for _ in range(steps):
                 middle = (low + high) // 2
                 less = tl.load(ngrams.keys + middle) < wanted

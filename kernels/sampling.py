@@ -172,9 +172,8 @@ def draw_rows(
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
-    probs = distribution(
-        logits - peak[:, None], sampling
-    )  # raw logits overflow float32 at low temperatures
+    # Raw logits overflow float32 at low temperatures
+    probs = distribution(logits - peak[:, None], sampling)
     entries = torch.where(
         is_greedy(sampling.temperature), best, draw_as(probs, sampling, token_ids)
     )

@@ -15,18 +15,14 @@ class StepEnd(NamedTuple):
     """A verified step as vLLM's runner V2 leaves it, with a place for each request of the batch."""
 
     rows: torch.Tensor  # [requests] int32, request rows
-    query_starts: (
-        torch.Tensor
-    )  # [at least requests + 1] int32, where each request's tokens begin
-    num_sampled: (
-        torch.Tensor
-    )  # [requests] int32, tokens that each emitted; 0 within a prompt
-    num_rejected: (
-        torch.Tensor
-    )  # [requests] int32, scheduled tokens after the last accepted token
-    last_sampled: (
-        torch.Tensor
-    )  # [request rows, 1] int64, the last token that each emitted
+    # [at least requests + 1] int32, where each request's tokens begin
+    query_starts: torch.Tensor
+    # [requests] int32, tokens that each emitted; 0 within a prompt
+    num_sampled: torch.Tensor
+    # [requests] int32, scheduled tokens after the last accepted token
+    num_rejected: torch.Tensor
+    # [request rows, 1] int64, the last token that each emitted
+    last_sampled: torch.Tensor
     positions: torch.Tensor  # [tokens] int64
     hidden: torch.Tensor  # [tokens, hidden] normed states
     seeds: torch.Tensor  # [request rows] int64
@@ -37,9 +33,8 @@ class Staged(NamedTuple):
 
     rows: torch.Tensor  # [requests] int64, request rows; -1 for padding
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    places: (
-        torch.Tensor
-    )  # [requests] int64, the step's token whose state gave the newest token
+    # [requests] int64, the step's token whose state gave the newest token
+    places: torch.Tensor
     positions: torch.Tensor  # [requests] int64, of the newest token
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32

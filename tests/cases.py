@@ -168,10 +168,11 @@ def arrivals_and_aborts(llm: Any) -> Any:
     engine = llm.llm_engine
     finished: dict[str, list[int]] = {}
     added: list[str] = []
+    # Step -> request, in the middle of its decoding
     aborted = {
         8: "arrival-2",
         17: "arrival-4",
-    }  # step -> request, in the middle of its decoding
+    }
     step = 0
     while step < 3 * len(requests) or engine.has_unfinished_requests():
         if step % 3 == 0 and len(added) < len(requests):

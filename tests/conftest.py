@@ -22,12 +22,10 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault(
-    "TRITON_F32_DEFAULT", "ieee"
-)  # on a GPU vLLM's attention would round float32 to TF32
-os.environ.pop(
-    "VLLM_CPU_KVCACHE_SPACE", None
-)  # it would win over an engine's own kv_cache_memory_bytes
+# On a GPU vLLM's attention would round float32 to TF32
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+# It would win over an engine's own kv_cache_memory_bytes
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
 if worker := os.environ.get(
     "PYTEST_XDIST_WORKER"
 ):  # one of several that run at once: a core each

@@ -73,9 +73,8 @@ def fit(
         **options,
     }
     if kind == "dynamo":
-        given.setdefault(
-            "distillation", 0.0
-        )  # a random model's own distribution is nearly flat
+        # A random model's own distribution is nearly flat
+        given.setdefault("distillation", 0.0)
     recipe = recipe_of(kind)(KINDS[kind].options(**given), target)
     if kind in ("cp", "recurrent") and recipe.options.factorised:
         recipe.start_from(iter([windows(sequences)]))

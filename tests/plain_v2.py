@@ -12,9 +12,8 @@ from vllm.config import VllmConfig
 
 from vllm_ppd.vllm_plugins.engine.cpu import native
 
-MARK = {
-    "plain_v2": True
-}  # additional_config of such an engine; the variable would be that of all engines
+# additional_config of such an engine; the variable would be that of all engines
+MARK = {"plain_v2": True}
 
 
 @functools.cache

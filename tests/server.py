@@ -59,9 +59,8 @@ class Server:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        openmp = (
-            Path(sys.prefix) / "lib" / "libiomp5.so"
-        )  # vLLM's CPU build installs it, and asks for it
+        # vLLM's CPU build installs it, and asks for it
+        openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
         if openmp.exists():
             environment.setdefault("LD_PRELOAD", str(openmp))
         with log.open("w") as output:

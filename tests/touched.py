@@ -169,9 +169,8 @@ def digest(symbol: str) -> str:
         value = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
-    code = not inspect.isclass(value) and callable(
-        value
-    )  # a kernel may be another object than a function
+    # A kernel may be another object than a function
+    code = not inspect.isclass(value) and callable(value)
     if (
         code
         and "." not in symbol.partition(":")[2]

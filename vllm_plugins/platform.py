@@ -114,9 +114,8 @@ def older_ray_executor() -> bool:
     """Whether Ray is to run vLLM's older executor."""
     from vllm import envs
 
-    return not getattr(
-        envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True
-    )  # 0.33 has one Ray executor
+    # 0.33 has one Ray executor
+    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
 
 
 def uses_modelscope() -> bool:

@@ -39,11 +39,12 @@ from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Files of a model that are not copied
 REMADE = (
     "config.json",
     "curve.jsonl",
     "provenance.json",
-)  # files of a model that are not copied
+)
 # How each dimension grows: repeated (+), filled with zeros (0), or not at all (-).
 RULES = {
     "embed_tokens.weight": "-+",
@@ -105,7 +106,7 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
-    """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks
+    """A matrix of a recurrent state (heads/cp/module.py) with each of its blocks
     filled up by itself.
 
     The state and the last hidden state are zero past the first copy, and RMSNorm

@@ -49,9 +49,8 @@ def replay(
         if limit is not None:
             room = torch.minimum(room, limit[:, t])
         allowed = torch.arange(n, device=accept.device)[None] < room[:, None]
-        survive = torch.cumprod(
-            accept[:, t] * allowed, dim=1
-        )  # [texts, n] first i + 1 accepted
+        # [texts, n] first i + 1 accepted
+        survive = torch.cumprod(accept[:, t] * allowed, dim=1)
         here = mass[:, t]
         alive = here * (t < lengths - 1)
         accepted = alive * survive.sum(1)

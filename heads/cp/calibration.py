@@ -19,9 +19,8 @@ from vllm_ppd.heads.measured import ByDrafts, Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-MakeHead = Callable[
-    [Any, dict[str, torch.Tensor]], Any
-]  # from the configuration and the tensors
+# From the configuration and the tensors
+MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]
 
 
 @torch.no_grad()

@@ -191,7 +191,7 @@ class CPHead(nn.Module):
 
     none        P(x_1..x_n | e) as above; b only moves the weights, as any token does.
     recurrent   P(x_2..x_n | e, b): a state, s_0 = e, reads x_1, x_2, ... by the same
-                matrices (recurrence.py). Factors read E* (s_{t-1} + A_a B_a s_{t-1})
+                matrices (Recurrence). Factors read E* (s_{t-1} + A_a B_a s_{t-1})
                 for x_t. The weights are softmax(W_h e + W_b E[b]). Position 1 has no
                 factors: its distribution is the target's own.
     """
@@ -225,7 +225,7 @@ class CPHead(nn.Module):
             seed: of the noise; None leaves all parameters zero, for those who load
                 them.
             condition: what the head reads beside e; W_b starts at zero.
-            inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None:
+            inner_size, expert_rank, dropout: of a recurrent state (Recurrence; None:
                 2 d).
             layers: whose states it reads, too: wherever hidden is an argument, they
                 follow e, [rows, (1 + layers) d].

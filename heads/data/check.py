@@ -36,9 +36,8 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
     is_certain = True  # all records are read, and all of them ask
     reason = ""
     for file in files:
-        most = (
-            LOOKED_AT if is_records(file) else 1
-        )  # only the first piece of plain text
+        # Only the first piece of plain text
+        most = LOOKED_AT if is_records(file) else 1
         looked_at = list(itertools.islice(records(file), most))
         is_certain &= len(looked_at) < most
         for where, record in looked_at:

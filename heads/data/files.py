@@ -92,9 +92,8 @@ def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open(encoding="utf-8-sig") as handle:
         try:
             while piece := handle.read(PIECE):
-                piece += handle.readline(
-                    PIECE
-                )  # up to the end of the line, if it is not too long
+                # Up to the end of the line, if it is not too long
+                piece += handle.readline(PIECE)
                 yield place(file), {"text": piece}
         except UnicodeDecodeError:
             raise TrainingError(

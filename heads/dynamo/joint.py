@@ -36,9 +36,8 @@ class JointChoice:
     likeliest: Likeliest
     top: Top
     candidates: Candidates  # with the joints before thresholding
-    uncut: list[
-        torch.Tensor
-    ]  # for each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
+    # For each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
+    uncut: list[torch.Tensor]
     settings: JointSettings
 
     @cached_property
@@ -162,9 +161,8 @@ class Candidates:
             else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
         )
         if seen is not None and first is not None:
-            seen[0] = torch.zeros_like(
-                seen[0]
-            )  # the token is already emitted, so it is not penalised
+            # The token is already emitted, so it is not penalised
+            seen[0] = torch.zeros_like(seen[0])
         joints = self.joints[:1]
         for m, joint in enumerate(self.joints[1:most], start=2):
             values = adaptive_threshold(

@@ -24,12 +24,10 @@ class Exits(NamedTuple):
     """What exits with heads read at every generated token."""
 
     layers: tuple[int, ...]
-    ranks: (
-        torch.Tensor
-    )  # [layers, texts, steps] tokens that are likelier than the text's
-    accept: (
-        torch.Tensor
-    )  # [layers, texts, steps] P(a draft of the text's token is accepted)
+    # [layers, texts, steps] tokens that are likelier than the text's
+    ranks: torch.Tensor
+    # [layers, texts, steps] P(a draft of the text's token is accepted)
+    accept: torch.Tensor
     lengths: torch.Tensor  # [texts]
 
     def match_rate(self, layer: int, k: int) -> float:

@@ -25,12 +25,13 @@ from vllm_ppd.heads.measured import (
 from vllm_ppd.heads.text import Integers, quoted
 from vllm_ppd.heads.training.options import TrainingOptions
 
+# Table 4
 PPD = {
     "learning_rate": 2e-5,
     "batch_size": 128,
     "epochs": 3.0,
     "warmup": 0.04,
-}  # Table 4
+}
 UNTRAINED, TRAINED = FORMS = ("N", "Y")  # PPD's "trained" column
 Layers = Annotated[list[int], Field(max_length=4096)]
 ByLayer = dict[Annotated[int, Field(ge=1, le=4096, strict=False)], list[Counts]]

@@ -28,9 +28,8 @@ GATES = ("forget", "input", "output", "cell")
 PREFIXES = ("", "speculator.")  # prefixes of tensor names
 DTYPES = ("float32", "bfloat16", "float16")
 
-Width = (
-    int | str | list[int]
-)  # "4096" and [4096] are widths per layer, for a single layer
+# "4096" and [4096] are widths per layer, for a single layer
+Width = int | str | list[int]
 
 
 class PublishedTarget(TargetLayers):
@@ -96,9 +95,8 @@ class RecurrentOptions(FullOptions):
 class RecurrentConfig(HeadsConfig):
     """n heads, each with a state computed from the previous state and token."""
 
-    model_config = ConfigDict(
-        extra="allow"
-    )  # keys that are not read here are left unchanged
+    # Keys that are not read here are left unchanged
+    model_config = ConfigDict(extra="allow")
     kind: ClassVar[str] = "recurrent"
     architecture: ClassVar[str] = ARCHITECTURES[0]
     method: ClassVar[str] = "recurrent"

@@ -26,9 +26,8 @@ from vllm_ppd.heads.recurrent.config import GATES, RecurrentConfig
 from vllm_ppd.heads.training.target import Target, TargetStates
 
 EPSILON = 1e-6
-Read = Callable[
-    [torch.Tensor], torch.Tensor
-]  # [rows, in], or token IDs [rows], to [rows, out]
+# [rows, in], or token IDs [rows], to [rows, out]
+Read = Callable[[torch.Tensor], torch.Tensor]
 
 
 class State(NamedTuple):

@@ -61,9 +61,8 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
             stays on disk.
         Stopped: after Ctrl-C or SIGTERM; the last checkpoint is kept.
     """
-    files = [
-        file.model_dump() for file in data_files(options.data)
-    ]  # they may be gone at the end
+    # They may be gone at the end
+    files = [file.model_dump() for file in data_files(options.data)]
     out = Path(options.out)
     processes = Processes(options.device, out / WORK)
     with unfinished_run(options, processes) as work:

@@ -31,12 +31,10 @@ class TargetStates:
     """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
     final: torch.Tensor  # after the final norm; the LM head's input
-    exits: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # after each number of layers and the final norm
-    layers: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # after each number of layers, before the norm
+    # After each number of layers and the final norm
+    exits: dict[int, torch.Tensor] = field(default_factory=dict)
+    # After each number of layers, before the norm
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)
     # [rows, k] int64: the target's likeliest next tokens
     top_ids: torch.Tensor | None = None
     top_log_probs: torch.Tensor | None = None  # [rows, k] float32

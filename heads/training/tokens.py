@@ -27,9 +27,8 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
 
 SPLITS = ("train", "held_out")
-TOKEN = np.dtype(
-    [("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)]
-)  # in the loss; document's first
+# In the loss; document's first
+TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])
 NAME = "tokens.json"  # describes the data of the token files next to it
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
 LOOKED_AT = 16  # windows at once
@@ -353,9 +352,8 @@ def _balance(folder: Path, documents: Documents, length: int) -> None:
     ):  # too few whole documents were held out: add the training tokens' tail
         place = trained - min(trained // 2, length + 1)
         starts = np.flatnonzero(_mapped(train)["begins"][: place + 1])
-        whole = starts[
-            starts >= trained // 2
-        ]  # documents remain whole if there are several
+        # Documents remain whole if there are several
+        whole = starts[starts >= trained // 2]
         cut = int(whole[-1]) if len(whole) else place
         tail = np.array(_mapped(train)[cut:])
         tail["begins"][:1] = True

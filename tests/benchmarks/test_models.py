@@ -111,9 +111,8 @@ def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
     expected = torch.nn.functional.pad(
         head.states(torch.cat([final, layer], dim=-1), embedded), (0, 128)
     )
-    padded = torch.nn.functional.pad(
-        final, (0, 128)
-    )  # the target's last norm is zero there
+    # The target's last norm is zero there
+    padded = torch.nn.functional.pad(final, (0, 128))
     states = larger.states(
         torch.cat([padded, layer, layer, layer], dim=-1), embedded.repeat(1, 1, 3)
     )

@@ -110,9 +110,8 @@ def test_group_works_in_small_batches_alone(group: Factory) -> None:
     must have been seen.
     """
     llm = group(VARIANTS["candidates"])
-    generate(
-        llm, prompts(1), greedy()
-    )  # what a step's last frame was too early for comes with the next step
+    # What a step's last frame was too early for comes with the next step
+    generate(llm, prompts(1), greedy())
     with counting(llm) as seen:
         generate(llm, prompts(1), greedy())
     hits = seen["group_hits"]

@@ -61,8 +61,7 @@ def test_same_tokens(engine: Factory, tiny_model: Factory, cluster: None) -> Non
         with counting(llm) as seen:
             assert {case: CASES[case](llm) for case in expected} == expected
         assert seen["accepted"] > 0
-        assert (
-            seen["group_hits"] > 0
-        )  # they come with the output, from wherever the worker is
+        # They come with the output, from wherever the worker is
+        assert seen["group_hits"] > 0
     finally:
         end_workers(llm)

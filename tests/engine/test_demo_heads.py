@@ -101,9 +101,10 @@ def monkeypatch_module() -> Any:
 
 
 WHOLE = 4096  # tokens of the demo model
+# Conditions of heads that are fitted here
 READING = {
     "cp, recurrent": "recurrent",
-}  # conditions of heads that are fitted here
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
     "cp": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},

@@ -23,11 +23,12 @@ from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 
+# Reads input embeddings and the LM head
 RECURRENT = {
     "rank": 3,
     "condition": "recurrent",
     "expert_rank": 4,
-}  # reads input embeddings and the LM head
+}
 LAYERS = {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}
 
 
@@ -125,9 +126,8 @@ def test_kv_connector(
         list(o.outputs[0].token_ids)
         for o in engine().generate(requests, greedy(), use_tqdm=False)
     ]
-    monkeypatch.setattr(
-        kv_transfer_state, "_KV_CONNECTOR_AGENT", None
-    )  # one a process, and its end is the test's
+    # One a process, and its end is the test's
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     # The connector stores prompts that are taken in at once.
     llm = start_engine(
         tiny_model(), options, kv_transfer_config=connector, max_num_batched_tokens=512

@@ -89,9 +89,8 @@ def test_damaged_heads_change_nothing(
         )
     warnings = [message for message in messages if "NaN or infinite logits" in message]
     assert len(warnings) == 1 and len(warnings[0]) <= 300
-    assert (
-        seen["invalid_drafts"] > 20 and seen["accepted"] < 3
-    )  # a stand-in may be right
+    # A stand-in may be right
+    assert seen["invalid_drafts"] > 20 and seen["accepted"] < 3
 
 
 def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:

@@ -53,9 +53,8 @@ def test_nothing_is_drafted_where_nothing_repeats(
         assert generate(llm, REQUESTS, PARAMS) == expected
     texts.shortest = LOOKUP["prompt_lookup_min"]
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
-    assert (
-        not texts.repeats([]) and len(texts._seen) <= 3
-    )  # ended requests are forgotten
+    # Ended requests are forgotten
+    assert not texts.repeats([]) and len(texts._seen) <= 3
 
 
 def followed(text: list[int], shortest: int) -> list[int]:

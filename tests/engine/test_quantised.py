@@ -150,7 +150,6 @@ def test_quantised_lm_head_is_read_as_vllm_computes_it(
         ids
     ]
     assert not torch.equal(expected, weight[ids])
-    torch.testing.assert_close(
-        rows, expected.to(rows.dtype)
-    )  # bfloat16 where the kernel takes nothing wider
+    # bfloat16 where the kernel takes nothing wider
+    torch.testing.assert_close(rows, expected.to(rows.dtype))
     assert not bias.any()

@@ -81,8 +81,7 @@ def test_hardly_any_accepted_draft_is_a_warning(
     monkeypatch.setattr(statistics, "WINDOW", 20)
     with our_log() as messages:
         generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
-        assert (
-            not messages
-        )  # who opts out is given drafts all the same, which are rejected
+        # Who opts out is given drafts all the same, which are rejected
+        assert not messages
         generate(llm, prompts(2), greedy(16))
     assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]

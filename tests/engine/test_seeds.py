@@ -19,6 +19,7 @@ from vllm_ppd.kernels import sampling
 from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
 
 pytestmark = pytest.mark.engine
+# Chunks of 64, some of which leave a single token
 LENGTHS = (
     5,
     33,
@@ -28,7 +29,7 @@ LENGTHS = (
     129,
     150,
     193,
-)  # chunks of 64, some of which leave a single token
+)
 CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 
 
@@ -133,9 +134,8 @@ def test_requests_repeat_from_the_prefix_cache(
         else {"structured_outputs": StructuredOutputsParams(regex=regex)}
     )
     offset = 0 if regex is None else 100
-    requests = [
-        prompt(length, length + offset) for length in range(62, 69)
-    ]  # two blocks are 64 tokens
+    # Two blocks are 64 tokens
+    requests = [prompt(length, length + offset) for length in range(62, 69)]
     params = [seeded(i, **structured) for i in range(len(requests))]
     first = in_turn(engine(on_v2=True, **CACHED), requests, params)
     assert len(set(map(tuple, first))) == len(requests)

@@ -137,9 +137,8 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     first = steps(0, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
     sent = iter(values)
     assert steps(1, lambda _: next(sent)) == first and not list(sent)
-    assert (first[0].count(16) > measure.ROUNDS + 1) is (
-        busy == 0
-    )  # the sizes are measured once or twice
+    # The sizes are measured once or twice
+    assert (first[0].count(16) > measure.ROUNDS + 1) is (busy == 0)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +242,8 @@ def test_the_largest_batch_that_can_be_timed(
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of step costs, for which no machine is too busy."""
-    monkeypatch.setattr(
-        envs, "VLLM_CACHE_ROOT", str(tmp_path)
-    )  # vLLM may have cached the variable
+    # vLLM may have cached the variable
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(costs, "LIMIT", math.inf)
     return tmp_path / "vllm_ppd_step_costs"
 

@@ -72,7 +72,8 @@ def test_acceptance_is_what_it_was(name: str) -> None:
         )
         for drafting_early in (True, False)
     )
+    # A step may cross the border
     assert always > 10 and abs(always - late) <= 4, (
         always,
         late,
-    )  # a step may cross the border
+    )

@@ -97,9 +97,8 @@ def test_n_grams_are_those_of_algorithm_1(
             several += order - 1
             at += order
     assert several > 10
-    assert (
-        several <= seen["unverified_tokens"] <= several + 3 * len(requests)
-    )  # some lie beyond a request's end
+    # Some lie beyond a request's end
+    assert several <= seen["unverified_tokens"] <= several + 3 * len(requests)
 
 
 def test_n_grams_are_sampled_from_the_joint(

@@ -99,9 +99,8 @@ def _keep_lookups() -> None:
 
     def numpy_type(dtype: Any) -> Any:
         scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
-        return (
-            of_scalar(scalar) if type(scalar) is tl.dtype else stock(scalar)
-        )  # pointers have no hash
+        # Pointers have no hash
+        return of_scalar(scalar) if type(scalar) is tl.dtype else stock(scalar)
 
     patched: list[Any] = []
 

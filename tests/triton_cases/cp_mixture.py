@@ -63,9 +63,8 @@ def test_greedy_chains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if DEVICE == "cpu" and vocab > 5000:
-        monkeypatch.setattr(
-            cp_mixture_triton, "BLOCK_V", 8192
-        )  # the interpreter counts operations, not numbers
+        # The interpreter counts operations, not numbers
+        monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 8192)
     made = case(rows, positions, rank, vocab, dtype)
     kept = made[0].clone()
     same(draft_chain(*made), reference(*made))

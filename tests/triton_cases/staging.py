@@ -33,9 +33,8 @@ def test_is_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(requests)
     lengths = torch.randint(1, 6, (requests,), generator=generator)
-    starts = torch.zeros(
-        requests + 3, dtype=torch.int32
-    )  # longer than the batch, as vLLM's buffers are
+    # Longer than the batch, as vLLM's buffers are
+    starts = torch.zeros(requests + 3, dtype=torch.int32)
     starts[1 : requests + 1] = lengths.cumsum(0)
     tokens = int(lengths.sum())
     end = StepEnd(

@@ -44,9 +44,8 @@ def test_logprobs(dtype: torch.dtype, number: int, named: bool) -> None:
             dtype is torch.float32
             or logprob._ranks_kernel.__class__.__name__ == "Recorded"
         ):
-            ranks = (
-                scores.selected_token_ranks
-            )  # the interpreter compares the bits of bfloat16
+            # The interpreter compares the bits of bfloat16
+            ranks = scores.selected_token_ranks
         return {
             "ids": scores.logprob_token_ids,
             "values": scores.logprobs,

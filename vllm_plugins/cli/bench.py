@@ -22,9 +22,8 @@ def commands() -> dict[str, Command]:
 
 def run(options: Any) -> int:
     """Measure, and print the tables."""
-    decode = resolve_name(
-        "vllm_ppd.benchmarks.decode:decode"
-    )  # benchmarks import this package
+    # Benchmarks import this package
+    decode = resolve_name("vllm_ppd.benchmarks.decode:decode")
     print(decode(options))
     print(f"wrote {options.out}")
     return 0

@@ -81,9 +81,8 @@ def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
     return config
 
 
-_parsed = lru_cache(
-    DraftingConfig.model_validate_json
-)  # called for every request and every step
+# Called for every request and every step
+_parsed = lru_cache(DraftingConfig.model_validate_json)
 
 
 @contextmanager

@@ -27,9 +27,8 @@ logger = logging.getLogger("vllm.vllm_ppd")
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {config.architecture for config in KINDS.values()}
 TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
-VLLMS = re.compile(
-    r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+"
-)  # keywords, files, classes of users
+# keywords, files, classes of users
+VLLMS = re.compile(r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:

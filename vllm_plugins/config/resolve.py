@@ -83,9 +83,8 @@ def resolve(
         if "exit_layer" not in given and values["exit_layer"] is not None:
             values["exit_layer"] = values["exit_layer"][:1]
         values["heads_summary"] = heads.describe()
-        unverified = (
-            not options.verify and "draft_vocab_size" not in given
-        )  # output needs the whole vocabulary
+        # Output needs the whole vocabulary
+        unverified = not options.verify and "draft_vocab_size" not in given
         if unverified or values["draft_vocab_size"] == heads.target.vocab_size:
             values["draft_vocab_size"] = None
     if (

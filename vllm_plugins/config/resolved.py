@@ -20,9 +20,8 @@ class DraftingConfig(DraftingOptions):
     # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
-    drafts_by_batch_size: list[list[int]] = Field(
-        default_factory=list
-    )  # by the heads' calibration
+    # By the heads' calibration
+    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)
 
     @property
     def spec(self) -> MethodSpec:

@@ -29,10 +29,11 @@ KINDS = 2  # kinds of the method's drafts
 # Prior acceptance, and the number of drafts for which it counts
 GUESS = 0.6
 GUESS_WEIGHT = 6.0
+# Factors on a request's and on all requests' counts when they may be out of date
 DECAY = (
     0.5,
     0.8,
-)  # factors on a request's and on all requests' counts when they may be out of date
+)
 
 
 class Acceptance:
@@ -48,9 +49,8 @@ class Acceptance:
     def __init__(self, most: int, kinds: int) -> None:
         self.most = most
         self.hits = np.zeros((0, most))  # [rows, N] accepted drafts by position
-        self.trials = np.zeros(
-            (0, most)
-        )  # [rows, N] drafts whose predecessors were accepted
+        # [rows, N] drafts whose predecessors were accepted
+        self.trials = np.zeros((0, most))
         self.kinds = np.zeros(0, dtype=np.int64)  # [rows] kind of each row's drafts
         # [kinds, N] trials of all requests
         self.prior_trials = np.full((kinds, most), GUESS_WEIGHT)
@@ -189,9 +189,8 @@ class DraftLengthController:
         if not allowed.any():
             return 0
         costs = self.costs.relative(len(allowed))
-        accepted = (
-            self.acceptance.probabilities()[allowed].sum(axis=0).cumsum()
-        )  # by drafts, from 1 on
+        # By drafts, from 1 on
+        accepted = self.acceptance.probabilities()[allowed].sum(axis=0).cumsum()
         gains = {
             count: (1 + accepted[count - 1] / len(allowed)) / costs[count]
             for count in self.costs.counts

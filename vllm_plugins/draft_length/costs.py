@@ -76,9 +76,8 @@ class MeasuredCosts(BaseModel):
     def save(self, path: Path) -> None:
         """Write a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(
-            f".{os.getpid()}"
-        )  # data-parallel ranks write the same file
+        # data-parallel ranks write the same file
+        part = path.with_suffix(f".{os.getpid()}")
         part.write_text(self.model_dump_json())
         part.replace(path)
 
@@ -97,9 +96,10 @@ class StepCosts:
         self._sizes = np.array(table.sizes, dtype=float)
         drafts = np.arange(1 + self.most)
         ascending = _least_of_larger(np.array(table.seconds))
+        # [sizes, 1 + N]
         self._seconds = np.array(
             [np.interp(drafts, table.counts, row) for row in ascending]
-        )  # [sizes, 1 + N]
+        )
         self._relative: dict[int, np.ndarray] = {}
 
     def relative(self, requests: int) -> np.ndarray:

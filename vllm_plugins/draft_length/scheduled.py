@@ -29,9 +29,8 @@ COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF = tuple(
 # third is scheduled
 CYCLE = 3
 FIRST_WAIT = 8  # cycles in OFF before an exploration, which takes a step of a cycle
-EXPLORED = (
-    CYCLE / 128
-)  # share of the time in OFF for explorations, times the steps of a cycle
+# Share of the time in OFF for explorations, times the steps of a cycle
+EXPLORED = CYCLE / 128
 
 
 class ScheduledDrafts:
@@ -112,9 +111,8 @@ class ScheduledDrafts:
     def _choose(self, controller: DraftLengthController) -> int:
         if not self._req_ids:  # nothing is verified yet
             return self.drafts
-        controller.acceptance.align(
-            self._req_ids
-        )  # requests may have arrived since the last verification
+        # Requests may have arrived since the last verification
+        controller.acceptance.align(self._req_ids)
         kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
         allowed = self._may_draft & (looked_up | (not self.lookups_alone))
         self._any_allowed = bool(allowed.any())

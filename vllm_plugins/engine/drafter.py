@@ -46,17 +46,14 @@ class DraftInputs:
     """The step that has just ended, with a row for each request that may draft."""
 
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    hidden: (
-        torch.Tensor
-    )  # [requests, hidden] normed state from which the target sampled that token
-    places: (
-        torch.Tensor
-    )  # [requests] int64, index of that state's token within the step's tokens
+    # [requests, hidden] normed state from which the target sampled that token
+    hidden: torch.Tensor
+    # [requests] int64, index of that state's token within the step's tokens
+    places: torch.Tensor
     num_drafts: int  # K, the most drafts of any request
     sampling: Sampling | None = None  # None: every draft is the best token
-    options: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # request options by name, [requests], or NaN
+    # Request options by name, [requests], or NaN
+    options: Mapping[str, torch.Tensor] = field(default_factory=dict)
     context: torch.Tensor | None = (
         # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
         None

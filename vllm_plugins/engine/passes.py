@@ -24,9 +24,8 @@ class PassInputs(NamedTuple):
     input_ids: torch.Tensor  # int32, as in vLLM
     positions: torch.Tensor  # int64, within the model's length
     seq_lens: torch.Tensor  # int32
-    writing: (
-        torch.Tensor
-    )  # int64, request rows that write KV; -1 where none is to be written
+    # int64, request rows that write KV; -1 where none is to be written
+    writing: torch.Tensor
 
     def fill(
         self,
@@ -96,9 +95,8 @@ class FirstStackPasses:
         )
         self.kv_cache_config = kv_cache_config
         self.block_tables = block_tables
-        self.max_model_len = (
-            self.vllm_config.model_config.max_model_len
-        )  # vLLM may have reduced it to what fits
+        # vLLM may have reduced it to what fits
+        self.max_model_len = self.vllm_config.model_config.max_model_len
 
     # Between steps --------------------------------------------------------------------
 

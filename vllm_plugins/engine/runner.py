@@ -53,11 +53,12 @@ class DraftingRunnerMixin(UpdatedRunner):
         config = required_config(vllm_config, self)
         stock = model_runner.RequestState
         assert config.spec.speculator is not None
+        # As vLLM's own lookups
         dense = (
             {}
             if config.prompt_lookup_min is None
             else {"use_dense_all_token_ids": True}
-        )  # as vLLM's own lookups
+        )
         with temporarily(
             model_runner,
             init_speculator=resolve_name(config.spec.speculator),

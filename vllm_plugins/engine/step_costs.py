@@ -30,14 +30,14 @@ from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
+# Options that do not change steps
 NOT_STEPS = {
     "adaptive",
     "step_costs",
     "heads_summary",
-}  # options that do not change steps
-TimeSteps = Callable[
-    [int, Sequence[int]], list[float]
-]  # (requests, counts of drafts) -> seconds of a step with each
+}
+# (requests, counts of drafts) -> seconds of a step with each
+TimeSteps = Callable[[int, Sequence[int]], list[float]]
 
 
 def costs_of_engine(
@@ -74,9 +74,8 @@ def costs_of_engine(
             "short --max-model-len; every step drafts, as with adaptive: false"
         )
         return None
-    largest = min(
-        largest, config.disable_by_batch_size or largest
-    )  # larger batches do not draft
+    # Larger batches do not draft
+    largest = min(largest, config.disable_by_batch_size or largest)
     # A connector would need the scheduler's metadata of dummy requests. Sampled output
     # must not depend on whether steps were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
@@ -137,9 +136,8 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
     options = config.model_dump(exclude=NOT_STEPS)
     scheduler = vllm_config.scheduler_config
     device = vllm_config.device_config.device_type
-    without_ours = copy.copy(
-        vllm_config
-    )  # all of our options, NOT_STEPS included, are hashed there
+    # All of our options, NOT_STEPS included, are hashed there
+    without_ours = copy.copy(vllm_config)
     without_ours.additional_config = {
         key: value
         for key, value in vllm_config.additional_config.items()

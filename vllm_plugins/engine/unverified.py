@@ -25,9 +25,8 @@ class UnverifiedDrafts:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.counts = torch.zeros(
-            rows + 1, dtype=torch.int64, device=device
-        )  # row -1 takes padding
+        # Row -1 takes padding
+        self.counts = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.emitted = DeviceCount(device)
 
     def store(

@@ -7,7 +7,7 @@ token that follows drafts than its sampler does, so the output of a request with
 would depend on which of its steps had drafts: on other requests, preemptions and the
 prefix cache. Here the sampler draws, and a draft is accepted if it is the token drawn.
 Output is that of vLLM without speculation whatever is drafted, and no q(x) has to be
-kept. Drafters draw with the same random numbers (kernels/noise.py), or a draft x would
+kept. Drafters draw with the same random numbers (kernels/sampling.py), or a draft x would
 be accepted with probability p(x) alone.
 """
 

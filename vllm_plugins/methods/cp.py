@@ -9,7 +9,7 @@ mixture of r experts.
              weights, ... (CP heads, section 2.4)
 
 With condition recurrent a state reads b and each draft, by the same matrices whatever
-the number of drafts (heads/cp/recurrence.py), and W_b E[b] joins the gate in place of
+the number of drafts (heads/cp/module.py), and W_b E[b] joins the gate in place of
 b's update of weights.
 
 No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of
@@ -43,13 +43,12 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
-ReadLogits = Callable[
-    [int, torch.Tensor | None], torch.Tensor
-]  # as for draft_in_sequence
+# As for draft_in_sequence
+ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 
 class _Recurrence:
-    """The recurrence of a state (heads/cp/recurrence.py) with matrices packed like the target's."""
+    """The recurrence of a state (heads/cp/module.py) with matrices packed like the target's."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
         read = {
@@ -102,9 +101,8 @@ class CPDrafter(ChainDrafter):
         self.recurrence = (
             _Recurrence(tensors, target) if heads.condition == "recurrent" else None
         )
-        self.tapped = (
-            target.tapped_after(heads.layers) if heads.layers else None
-        )  # [layers, tokens of the step, d]
+        # [layers, tokens of the step, d]
+        self.tapped = target.tapped_after(heads.layers) if heads.layers else None
         if self.recurrence is None:
             self._load_matrices(heads, tensors)
         size = config.draft_vocab_size or target.vocab_size

@@ -91,7 +91,6 @@ class RecurrentDrafter(ChainDrafter):
                 else logits
             )[:, None]
 
-        alone = hidden.new_zeros(
-            len(hidden), 1, dtype=torch.float32
-        )  # log weights of a mixture of a single expert
+        # Log weights of a mixture of a single expert
+        alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
         return draft_in_sequence(alone, self.drafts, read, sampling, token_ids)

@@ -23,13 +23,14 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 DEPLOY = ROOT / "deploy"
+# Of vLLM's series, and of ours
 LABELS = {
     "model_name",
     "engine",
     "position",
     "le",
     "reason",
-}  # of vLLM's series, and of ours
+}
 
 
 def test_dashboard_shows_metrics_that_exist() -> None:

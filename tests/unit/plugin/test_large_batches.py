@@ -20,9 +20,8 @@ from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 DRAFTS = 3
 MAX_REQUESTS = 256
 LOADS = (1, 16, 32, 64, 96, 128, 192, 256)
-BANDWIDTH = (
-    0.8 * 4.8e12
-)  # bytes per second of an H200, at the share of it that kernels reach
+# Bytes per second of an H200, at the share of it that kernels reach
+BANDWIDTH = 0.8 * 4.8e12
 # Operations per second
 BF16 = 0.7 * 989e12
 FP8 = 0.7 * 1979e12

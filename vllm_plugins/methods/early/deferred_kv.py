@@ -107,21 +107,17 @@ class DeferredKV:
         self.width = num_drafts + 1
         self.nobody = rows * self.width  # state index of padding
         self.mode: Mode = "full"  # of the current step
-        self.drafted = np.zeros(
-            rows, dtype=bool
-        )  # request rows whose states the next step may use
+        # Request rows whose states the next step may use
+        self.drafted = np.zeros(rows, dtype=bool)
         self.saved = saved
         self.counters = counters
         device = saved.hidden.device
-        self.state_rows = torch.zeros(
-            max_tokens, dtype=torch.int64, device=device
-        )  # of each of the step's tokens
-        self._fresh = np.zeros(
-            0, dtype=np.int64
-        )  # requests of a mixed step without states
-        self._fresh_tokens = torch.zeros(
-            0, dtype=torch.int64, device=device
-        )  # indices of their tokens in the step
+        # Of each of the step's tokens
+        self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        # Requests of a mixed step without states
+        self._fresh = np.zeros(0, dtype=np.int64)
+        # Indices of their tokens in the step
+        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)
 
     def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
         """Determine from the schedule which tokens have states.
@@ -136,9 +132,8 @@ class DeferredKV:
             & ~step.prefilling
             & (step.tokens == step.drafts + 1)
         )
-        known &= (
-            step.drafts < self.width
-        )  # while steps are timed, there may be more looked-up drafts
+        # While steps are timed, there may be more looked-up drafts
+        known &= step.drafts < self.width
         self.drafted[step.rows] = False
         if known.all():
             self.mode = "deep"

@@ -60,9 +60,8 @@ class EarlyExitDrafter(Drafter):
             token_ids = reading.token_ids
             if step.looked_up is not None:
                 token_ids = step.looked_up.at(offset, token_ids)
-        first_stack.run(
-            step.num_drafts, token_ids
-        )  # for the last draft's state, from which the deep pass starts
+        # For the last draft's state, from which the deep pass starts
+        first_stack.run(step.num_drafts, token_ids)
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         if not with_confidence:
             return Drafts(tokens)

@@ -49,12 +49,10 @@ def early_heads(
 class Reading(NamedTuple):
     """Drafts read at an exit, one per row."""
 
-    token_ids: (
-        torch.Tensor
-    )  # [rows] int64; INVALID where the exit's logits are not finite
-    confidence: (
-        torch.Tensor | None
-    )  # [rows] float32, probability of the exit's best token
+    # [rows] int64; INVALID where the exit's logits are not finite
+    token_ids: torch.Tensor
+    # [rows] float32, probability of the exit's best token
+    confidence: torch.Tensor | None
 
 
 class EarlyReader:

@@ -66,9 +66,8 @@ class FirstStage(Stage):
         config = self.config
         vllm_config = self.vllm_config
         device = self.runner.device
-        self.depth = min(
-            config.num_layers - self.split, self.split
-        )  # of the first stack
+        # Of the first stack
+        self.depth = min(config.num_layers - self.split, self.split)
         self.take(
             model, (self.depth,) if self.depth < self.split else (), (0, self.split)
         )
@@ -77,9 +76,8 @@ class FirstStage(Stage):
         # The final norm's kind and epsilon are those of a layer's.
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)
         adapter.decoder.norm.weight.data = weights["norm"]
-        record_metadata_for_reloading(
-            adapter.decoder.norm
-        )  # vLLM loads every weight that the stage has, this one too
+        # vLLM loads every weight that the stage has, this one too
+        record_metadata_for_reloading(adapter.decoder.norm)
         head = self._with_head(
             weights["shard"], weights["bias"], weights["place"].tolist()
         )
@@ -204,9 +202,8 @@ class FirstStage(Stage):
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
                 sent = self._next(progress)
-                states = (
-                    self.states.load(sent) if len(sent) else None
-                )  # no rows: the step ends
+                # No rows: the step ends
+                states = self.states.load(sent) if len(sent) else None
                 self.channel.send_frame(sent, states, step.size, self.counters.take())
                 if states is None:
                     break

@@ -110,9 +110,8 @@ class Progress:
         for row, end in enumerate(ends):
             self.stops[row, : len(end.stop_token_ids)] = end.stop_token_ids
         self.position = positions.copy()  # of the token at hand
-        self.token = np.zeros(
-            count, dtype=np.int64
-        )  # the token at hand, once one was emitted
+        # The token at hand, once one was emitted
+        self.token = np.zeros(count, dtype=np.int64)
         self.allowance = allowance
         self.emitted = np.zeros(count, dtype=np.int64)
         self.ready = np.ones(count, dtype=bool)

@@ -30,9 +30,8 @@ class GroupScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
-        refuse_candidates(
-            config, self.max_num_running_reqs
-        )  # a default is not known earlier
+        # A default is not known earlier
+        refuse_candidates(config, self.max_num_running_reqs)
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
         # vLLM pads a request with one token to compute, unless drafts depend on the

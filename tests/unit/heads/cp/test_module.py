@@ -245,9 +245,8 @@ def test_sampled_drafts_follow_the_formula(
         torch.cat([values[often], values[~often].sum()[None]])
         for values in (counts.double(), expected)
     ]
-    observed, wanted = (
-        values if classes[1][-1] else values[:-1] for values in classes
-    )  # the rare ones are a class
+    # The rare ones are a class
+    observed, wanted = (values if classes[1][-1] else values[:-1] for values in classes)
     assert chisquare(observed, wanted).pvalue > 1e-3
 
 

@@ -71,11 +71,12 @@ def test_cost_of_a_condition() -> None:
         )
         three = list(config.settings(parts, greedy=True))[2]
         costs[condition] = (three.layers, three.reads, three.rows)
+    # A draft: V, the gated layer, and two matrices an expert
     recurrent = (
         3 * (2 + 5 * 2 + 2 * 2),
         3,
         2,
-    )  # a draft: V, the gated layer, and two matrices an expert
+    )
     assert costs == {"none": (8, 1, 8), "recurrent": recurrent}
 
 

@@ -61,9 +61,8 @@ def test_cached_states_are_the_targets(
     tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str
 ) -> None:
     target = load(tiny_model, family)
-    batch = store.batch(
-        "train", [3, 1, 5]
-    )  # in which rounding sends no token to another expert
+    # In which rounding sends no token to another expert
+    batch = store.batch("train", [3, 1, 5])
     cache = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
     direct = target.run(batch, ALL.exits, stem=True)
     assert direct.stem is not None
@@ -159,9 +158,8 @@ def test_bounds(
     for split in ("train", "held_out"):
         cache.states(store.batch(split, range(store.num_windows(split))))
     used = sum(path.stat().st_size for path in cache.folder.iterdir())
-    StatesCache(
-        folder, target, store, Reads(), used
-    )  # its own files do not count twice
+    # Its own files do not count twice
+    StatesCache(folder, target, store, Reads(), used)
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
         StatesCache(folder, target, store, Reads(exits=(2, 3)), used)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))

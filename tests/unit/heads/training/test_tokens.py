@@ -29,9 +29,8 @@ def store(folder: Path, texts: list[str], tokenizer: Any, **changes: Any) -> Tok
 
 
 def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
-    texts = [
-        f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(1000)
-    ]  # many more than are tokenised at once
+    # Many more than are tokenised at once
+    texts = [f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(1000)]
     made = store(tmp_path, texts, tokenizer)
     rows = {
         split: [tokenizer.decode(row[:-1]) for row in made.documents(split)]

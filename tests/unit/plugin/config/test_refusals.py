@@ -429,9 +429,8 @@ def test_graphs_that_vllm_turns_on_itself(
     """With batch invariance and tuned tiles for a model; the first engine is refused, too."""
     envs.disable_envs_cache()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    monkeypatch.setenv(
-        "VLLM_USE_BREAKABLE_CUDAGRAPH", ""
-    )  # restored afterwards, as vLLM sets it
+    # Restored afterwards, as vLLM sets it
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "")
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     monkeypatch.setattr(
         VllmConfig, "_uses_breakable_cudagraph_for_batch_invariance", lambda self: True
@@ -462,9 +461,8 @@ def test_more_candidates_than_a_gpu_has_room_for(
     monkeypatch: pytest.MonkeyPatch, candidates: int, rows: int, message: str | None
 ) -> None:
     config = resolve(parse_options({"candidates": candidates}), 6, stages=2)
-    refuse_candidates(
-        config, rows
-    )  # a CPU's backend has no buffers of a row a candidate
+    # A CPU's backend has no buffers of a row a candidate
+    refuse_candidates(config, rows)
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     with refused(message):
         refuse_candidates(config, rows)

@@ -212,9 +212,8 @@ def test_summary_names_what_drafts(
 def test_vllm_asks_us_which_runner_it_has() -> None:
     """Where we are not, the answer is vLLM's."""
     vllm_config = VllmConfig()
-    assert (
-        vllm_config.use_v2_model_runner is False
-    )  # this CPU build has no Triton backend
+    # This CPU build has no Triton backend
+    assert vllm_config.use_v2_model_runner is False
     vllm_config.additional_config = {
         CONFIG_KEY: resolved({"method": "cp"}).model_dump_json()
     }

@@ -108,9 +108,8 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
 
     assert trusted(backend)
     assert not trusted(create_chunked_local_attention_backend(backend, 16))
-    own = type(
-        "Renamed", (backend.get_builder_cls(),), {}
-    )  # builds as its base class does
+    # Builds as its base class does
+    own = type("Renamed", (backend.get_builder_cls(),), {})
     assert trusted(SimpleNamespace(get_builder_cls=lambda: own))
 
 

@@ -128,9 +128,8 @@ def compute_slot_mappings(
     padding = token_rows < 0
     any_padding = bool(padding.any())
     if any_padding:
-        token_rows = np.where(
-            padding, 0, token_rows
-        )  # a table at an address has no last row
+        # A table at an address has no last row
+        token_rows = np.where(padding, 0, token_rows)
     for group, (table, stride, block_size, is_enabled) in enumerate(
         zip(
             tables.tolist(),
