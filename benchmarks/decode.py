@@ -19,7 +19,8 @@ from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
 from vllm_ppd.benchmarks.storage import Results, Run, Turn
-from vllm_ppd.benchmarks.systems import System, systems_of, theorem
+from vllm_ppd.benchmarks.systems import System, systems_of
+from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 WARM_UP_TOKENS = 48  # enough to compile kernels and to settle adaptive drafting
@@ -257,7 +258,7 @@ def predictions(
                 "candidates"
             ]
             # The group makes all tokens except the first, which comes from the prompt.
-            expected = theorem(
+            expected = theorem_4_1(
                 layers, engine.facts["split"], candidates, hits / tried, new_tokens - 1
             )
             predicted[engine.name] = layers / expected.latency

@@ -36,7 +36,7 @@ HUGE_PAGES = {
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
-# By the label "position"
+# vLLM labels this counter by "position", that of the draft
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 

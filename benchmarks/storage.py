@@ -2,21 +2,16 @@
 """Files of results: runs with every turn, and where each was measured."""
 
 import json
-import os
-import platform
-import shlex
 import subprocess
-import sys
-import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.training import provenance as heads_provenance
 
 Run = dict[str, Any]
 Turn = dict[str, Any]
-PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic")
 # What a continued run shares
 SAME = (
     "options",
@@ -28,33 +23,8 @@ SAME = (
 
 
 def provenance() -> dict[str, Any]:
-    """Command, time, commit, versions and machine."""
-    import torch
-
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    else:
-        machine = f"{len(os.sched_getaffinity(0))} cores, {processor()}"
-    return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "git": commit(),
-        "versions": versions,
-        "machine": machine,
-    }
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    """As of heads, but the commit says whether the checkout has changes."""
+    return heads_provenance.provenance(git=commit())
 
 
 def commit() -> str | None:
@@ -72,9 +42,7 @@ def commit() -> str | None:
 def write_json(path: Path, data: Any) -> None:
     """Write a file as a whole: a process that is killed leaves the old content or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(unfinished, path)
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The systems that a benchmark compares, and Theorem 4.1 of PPD for worker groups."""
+"""The systems that a benchmark compares."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
 from vllm_ppd.benchmarks.options import DecodeOptions
@@ -140,27 +140,3 @@ def worker_groups(options: DecodeOptions) -> list[System]:
         )
     systems.append(System("TP 2", None, {"tensor_parallel_size": 2}))
     return systems
-
-
-class Theorem(NamedTuple):
-    """PPD, Theorem 4.1, divided by the number of tokens; the unit is one layer of one token."""
-
-    latency: float  # layers one after the other: d - (d - d_bar) p (l - 1) / l
-    compute: float  # layers in all: the latency, and k (d - d_bar)
-
-
-def theorem(
-    num_layers: int, split: int, candidates: int, match_rate: float, tokens: int
-) -> Theorem:
-    """Expected latency and compute per token.
-
-    Args:
-        num_layers: d.
-        split: d_bar, the layer after which candidates are taken, at least d/2.
-        candidates: k.
-        match_rate: p_correct.
-        tokens: l, of which the first is never started early.
-    """
-    late = num_layers - split
-    latency = num_layers - late * match_rate * (tokens - 1) / tokens
-    return Theorem(latency, latency + candidates * late)

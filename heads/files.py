@@ -109,7 +109,7 @@ def replaced(path: Path) -> Iterator[Path]:
     new = path.with_name(path.name + ".part")
     new.unlink(missing_ok=True)
     new.touch()
-    # By the umask; safetensors lets only the owner read
+    # The umask gives this mode; safetensors lets only the owner read
     mode = new.stat().st_mode & 0o777
     try:
         yield new

@@ -17,7 +17,7 @@ from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-# For heads whose published weights are not changed
+# Holds the counts of heads whose published weights are not changed
 COUNTS_NAME = "token_counts.safetensors"
 LONGEST_INDEX = 16 << 20  # bytes
 

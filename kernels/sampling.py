@@ -5,7 +5,7 @@ which drafts are accepted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,8 @@ class Sampling(NamedTuple):
 
     def at(self, index: torch.Tensor | slice) -> Sampling:
         """The settings of the rows at an index."""
-        return Sampling(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+        parts: Any = (None if part is None else part[index] for part in self)
+        return Sampling(*parts)
 
     def ahead(self, drafts: int) -> Sampling:
         """The settings for the position after a number of drafts."""

@@ -103,7 +103,7 @@ def make_heads(
 
 
 def write_calibration(folder: Path, kind: str) -> None:
-    """A calibration that `ppd plan` can plan with."""
+    """A calibration from which a speed-up can be predicted."""
     counts = [
         {
             "cycles": 100.0,

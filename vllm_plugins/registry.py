@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
-# That vLLM starts for every method but a worker group
+# vLLM starts this worker for every method but a worker group
 WORKER = f"{ENGINE}.worker.DraftingWorker"
 
 

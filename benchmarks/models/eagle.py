@@ -30,7 +30,7 @@ from vllm_ppd.heads.training.tokens import Batch
 class ModelOptions(TrainingOptions):
     """Training options of a small model: Muon for matrices, AdamW for the rest."""
 
-    # Which needs a quarter of AdamW's tokens at this size
+    # Muon needs a quarter of AdamW's tokens at this size
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = Field(
         7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices"

@@ -19,7 +19,7 @@ from vllm_ppd.heads.measured import ByDrafts, Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-# From the configuration and the tensors
+# Makes a head from its configuration and its tensors
 MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]
 
 

@@ -169,8 +169,8 @@ class Recurrence(nn.Module):
         )
 
 
-# Of new experts, relative to the norm of their initial weights; a toy mixture trained
-# worse with 0.1
+# Noise of new experts, relative to the norm of their initial weights; a toy mixture
+# trained worse with 0.1
 NOISE = 0.01
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
@@ -64,7 +64,8 @@ def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
     """The first of each row, then the second of each row that has one, and so on."""
     missing = object()
     columns = itertools.zip_longest(*rows, fillvalue=missing)
-    return [value for column in columns for value in column if value is not missing]  # type: ignore[misc]
+    values: Any = itertools.chain.from_iterable(columns)
+    return [value for value in values if value is not missing]
 
 
 def from_the_middle(pieces: list[T]) -> list[T]:

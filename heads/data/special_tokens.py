@@ -38,11 +38,6 @@ class SpecialTokens(NamedTuple):
                 return cls(tuple(whole[:start]), tuple(whole[start + len(plain) :]))
         return cls()
 
-    def bare(self, ids: list[int]) -> list[int]:
-        """A document without its special tokens."""
-        before, after = self._around(ids)
-        return ids[len(before) : len(ids) - len(after)]
-
     def pieces(
         self, ids: list[int], length: int, stride: int = 1, shorter: bool = False
     ) -> list[list[int]]:

@@ -148,7 +148,7 @@ class DynaMoParts(Parts):
     dynamic: dict[str, Any] = Field(default_factory=dict)
     acceptance: ByTexts[Rows]
     vocabulary: dict[Number, Rows] = Field(default_factory=dict)
-    # By alpha_c
+    # Keys are values of alpha_c
     mask: dict[Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")], Rows] = Field(
         default_factory=dict
     )

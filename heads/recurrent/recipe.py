@@ -78,12 +78,12 @@ class RecurrentRecipe(CPRecipe):
 
         gram, product = products(pairs())
         solution = least_squares(gram, product, size)
-        # Of u, which the norm scales to 1
+        # The scale of u, which the norm scales to 1
         scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5
         first, token = (
             matrix.to(target.device, torch.float32) for matrix in solution.split(size)
         )
-        # For a state of the target's scale
+        # Rescaled, for a state of the target's scale
         later = first.T * (of_start / of_state) ** 0.5
         ids = torch.arange(target.vocab_size, device=target.device).split(4096)
         table = (

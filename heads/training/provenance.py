@@ -22,7 +22,15 @@ from vllm_ppd.heads.files import first_problem, named, read_json_object
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes
-PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "accelerate")
+PACKAGES = (
+    "vllm-ppd",
+    "vllm",
+    "torch",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "pydantic",
+)
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
 
 SPLITS = ("train", "held_out")
-# In the loss; document's first
+# `counted`: in the loss; `begins`: the first of its document
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])
 NAME = "tokens.json"  # describes the data of the token files next to it
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's

@@ -18,7 +18,8 @@ from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
 from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.storage import Results
-from vllm_ppd.benchmarks.systems import systems_of, theorem
+from vllm_ppd.benchmarks.systems import systems_of
+from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.cli.arguments import parse
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
@@ -217,7 +218,7 @@ def test_theorem_is_the_papers(p: float, k: int) -> None:
     """For l tokens d l - (d - d_bar) (l - 1) p layers, and k (d - d_bar) l more in all."""
     for tokens in (1, 5, 128):
         latency = 40 * tokens - 10 * (tokens - 1) * p
-        expected = theorem(40, 30, k, p, tokens)
+        expected = theorem_4_1(40, 30, k, p, tokens)
         assert [units * tokens for units in expected] == pytest.approx(
             [latency, latency + k * 10 * tokens]
         )

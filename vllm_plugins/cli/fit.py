@@ -27,7 +27,7 @@ from vllm_ppd.heads.text import place
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions
 
-# Of the time limit; the rest is for calibration
+# Shares of the time limit; calibration has what they leave
 DATA = 0.5
 TRAINING = 0.4
 PROMPTS = "prompts.jsonl"  # beside the options' module
@@ -40,7 +40,7 @@ HALF = 128  # most tokens of a held-out text that form its prompt; at most half 
 NEW_TOKENS = 128  # of a text for calibration
 CALIBRATED = 64  # most held-out prompts of a calibration
 MOST_PASSES = 16  # over the data
-# Of a training, and how many may pass without improvement
+# Evaluations of a training, and how many may pass without improvement
 EVALUATIONS = 12
 PATIENCE = 6
 CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose

@@ -71,9 +71,9 @@ class OptionError(UserError):
 class DraftingOptions(BaseModel):
     """Options of the drafting methods, as given by the user.
 
-    They are keys of speculative_config, or flags: vLLM's (FLAGS_OF_VLLM), or --ppd-...
-    . A field that the records of some methods name is refused with other methods. Types
-    are strict: true is not 1, and 3.0 is not 3.
+    They are keys of speculative_config, or flags: vLLM's (FLAGS_OF_VLLM) or ours
+    (--ppd-...). A field that the records of some methods name is refused with other
+    methods. Types are strict: true is not 1, and 3.0 is not 3.
     """
 
     model_config = ConfigDict(

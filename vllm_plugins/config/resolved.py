@@ -20,7 +20,7 @@ class DraftingConfig(DraftingOptions):
     # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
-    # By the heads' calibration
+    # The heads' calibration gives these
     drafts_by_batch_size: list[list[int]] = Field(default_factory=list)
 
     @property

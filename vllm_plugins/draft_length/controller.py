@@ -189,7 +189,7 @@ class DraftLengthController:
         if not allowed.any():
             return 0
         costs = self.costs.relative(len(allowed))
-        # By drafts, from 1 on
+        # Accepted drafts by the number of drafts, from 1 on
         accepted = self.acceptance.probabilities()[allowed].sum(axis=0).cumsum()
         gains = {
             count: (1 + accepted[count - 1] / len(allowed)) / costs[count]

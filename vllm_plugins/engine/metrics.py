@@ -138,7 +138,8 @@ class Published:
         group: whether there is a worker group, whose counters are absent otherwise.
     """
 
-    _counters: dict[str, Any] = {}  # noqa: RUF012 (of the process, whose registry takes a name once)
+    # One table for the process, whose registry takes a name once
+    _counters: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, model_name: str, engines: Iterable[int], group: bool) -> None:
         from prometheus_client import Counter

@@ -53,7 +53,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         config = required_config(vllm_config, self)
         stock = model_runner.RequestState
         assert config.spec.speculator is not None
-        # As vLLM's own lookups
+        # vLLM sets this for its own lookups, too
         dense = (
             {}
             if config.prompt_lookup_min is None

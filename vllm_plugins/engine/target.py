@@ -385,13 +385,7 @@ class Target:
         Raises:
             ValueError: if the family cannot be cut.
         """
-        states = torch.zeros(
-            len(layers),
-            self.max_tokens,
-            self.hidden_size,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        states = self._states(len(layers))
         self.cut = TappedModel(self.model, self.vllm_config, layers, states)
         self._prepare_graphs()
         return states
@@ -415,16 +409,20 @@ class Target:
             self.model, self.vllm_config, embedded=self.is_multimodal
         )
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
-        states = torch.zeros(
-            len(layers),
+        states = self._states(len(layers))
+        cut.add_branches(layers, self.vllm_config, states)
+        self._prepare_graphs()
+        return states
+
+    def _states(self, layers: int) -> torch.Tensor:
+        """A buffer [layers, max_tokens, hidden]."""
+        return torch.zeros(
+            layers,
             self.max_tokens,
             self.hidden_size,
             dtype=self.dtype,
             device=self.device,
         )
-        cut.add_branches(layers, self.vllm_config, states)
-        self._prepare_graphs()
-        return states
 
     @property
     def _graphs(self) -> bool:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
-# As for draft_in_sequence
+# The function that draft_in_sequence takes
 ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]
 
 

@@ -112,7 +112,7 @@ class DeferredKV:
         self.saved = saved
         self.counters = counters
         device = saved.hidden.device
-        # Of each of the step's tokens
+        # The state index of each of the step's tokens
         self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         # Requests of a mixed step without states
         self._fresh = np.zeros(0, dtype=np.int64)

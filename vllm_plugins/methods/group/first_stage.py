@@ -16,6 +16,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates, KVBlocks
 from vllm_ppd.vllm_plugins.methods.group.passes import NONE
@@ -66,7 +67,7 @@ class FirstStage(Stage):
         config = self.config
         vllm_config = self.vllm_config
         device = self.runner.device
-        # Of the first stack
+        # Layers of the first stack
         self.depth = min(config.num_layers - self.split, self.split)
         self.take(
             model, (self.depth,) if self.depth < self.split else (), (0, self.split)
@@ -87,13 +88,14 @@ class FirstStage(Stage):
             config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs
         )
         # The state after layer d_bar of the token that the last stage takes next.
-        self.states = CarriedStates(
+        saved = SavedStates(
             self.requests,
             vllm_config.model_config.hf_text_config.hidden_size,
             vllm_config.model_config.dtype,
             device,
             adapter.has_residual,
         )
+        self.states = CarriedStates(saved)
         blocks = KVBlocks(
             self.runner, lambda names: self.cut.attention_layers(0, names)
         )

@@ -7,29 +7,27 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 
+NO_ROW = -1
+NO_ID = -1
+
 
 class CarriedStates:
-    """A state per batch row; arguments as SavedStates'."""
+    """A state per batch row, and which of them the next step may use.
 
-    def __init__(
-        self,
-        rows: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        has_residual: bool,
-    ) -> None:
-        self._saved = SavedStates(rows, hidden_size, dtype, device, has_residual)
-        self._device = device
-        self._next: dict[
-            str, tuple[int, int]
-        ] = {}  # request -> (row, position) of its next token
+    Args:
+        saved: a state for each batch row.
+    """
+
+    def __init__(self, saved: SavedStates) -> None:
+        self._saved = saved
+        self._device = saved.hidden.device
+        # Request -> (row, position) of its next token
+        self._next: dict[str, tuple[int, int]] = {}
 
     def store(self, rows: np.ndarray, state: CutState) -> None:
         """Copy the states of batch rows in."""
@@ -63,12 +61,6 @@ class CarriedStates:
                 return None
             rows.append(row)
         return self.load(np.array(rows, dtype=np.int64))
-
-
-NO_ROW = -1
-
-
-NO_ID = -1
 
 
 class End(NamedTuple):

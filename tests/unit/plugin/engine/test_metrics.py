@@ -77,7 +77,6 @@ class Manager:
     """vLLM's StatLoggerManager, its own loggers a list of what they read."""
 
     def __init__(self, config: DraftingConfig | None = None) -> None:
-        # type: ignore[var-annotated]
         self.engine_indexes = [0, 1]
         self.seen = []
         vllm_config = VllmConfig()

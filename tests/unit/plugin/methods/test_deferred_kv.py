@@ -130,7 +130,7 @@ def test_states_are_copies() -> None:
 
 
 def test_a_group_carries_states_of_the_same_positions_alone() -> None:
-    states = CarriedStates(3, 8, torch.float32, CPU, has_residual=True)
+    states = CarriedStates(SavedStates(3, 8, torch.float32, CPU, has_residual=True))
     states.store(
         np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8))
     )

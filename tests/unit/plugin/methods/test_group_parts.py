@@ -18,6 +18,7 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates, End, Progress
@@ -165,7 +166,8 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
     stage.cut = SimpleNamespace(
         graph_buffers=(torch.zeros(2, 4), None) if graphs else None
     )
-    stage.states = CarriedStates(2, 4, torch.float32, torch.device("cpu"), True)
+    saved = SavedStates(2, 4, torch.float32, torch.device("cpu"), True)
+    stage.states = CarriedStates(saved)
     stage.step = GroupStep(["a", "b"], np.arange(2), np.arange(2), np.arange(2))
     memory = IntermediateTensors(
         {"hidden_states": torch.ones(3, 4), "residual": torch.ones(3, 4)}
