@@ -9,8 +9,14 @@ from dataclasses import dataclass, replace
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
+OURS = "vllm_ppd."  # beginning of the paths of our classes
 # vLLM starts this worker for every method but a worker group
 WORKER = f"{ENGINE}.worker.DraftingWorker"
+# Its scheduler, by whether vLLM schedules asynchronously
+SCHEDULERS = {
+    False: f"{ENGINE}.scheduler.SyncDraftingScheduler",
+    True: f"{ENGINE}.scheduler.AsyncDraftingScheduler",
+}
 
 
 @dataclass(frozen=True)

@@ -143,12 +143,13 @@ class DraftingOptions(BaseModel):
         description="candidates for the next token that an idle pipeline stage "
         "starts (PPD's k); a batch of r requests computes r * candidates rows",
     )
-    adaptive: bool = Field(
+    adaptive: bool | Literal["table"] = Field(
         True,
-        description="draft as many tokens as pay off, or none, judged by the "
-        "engine's acceptance counts and by step costs measured at start-up: all or "
-        "none. false always drafts num_speculative_tokens, or the calibrated number "
-        "for the batch size",
+        description="draft as many tokens as pay off, or none, judged by accepted "
+        "drafts and by the seconds of steps, as measured at start-up and as served. "
+        "table judges by the start-up's seconds alone, so that the same requests give "
+        "the same choices. false always drafts num_speculative_tokens, or the "
+        "calibrated number for the batch size",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",

@@ -25,7 +25,7 @@ from vllm_ppd.model_patches.families import (
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.platform import PARTITION
-from vllm_ppd.vllm_plugins.registry import METHODS, WORKER
+from vllm_ppd.vllm_plugins.registry import METHODS, OURS, WORKER
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -145,6 +145,12 @@ def refuse_target(
             f"worker class {quoted(parallel.worker_cls)} cannot be combined with "
             f"{title}, which needs its own"
         )
+    scheduler = str(args.scheduler_cls or OURS)
+    if not scheduler.startswith(OURS):
+        raise OptionError(
+            f"--scheduler-cls {shortened(scheduler, LONGEST_VALUE)} cannot be combined "
+            f"with {title}, which needs its own"
+        )
     if on_cpu and args.enable_batch_sharded_sampling:
         raise OptionError(
             "--enable-batch-sharded-sampling is not supported with vllm-ppd on a "
@@ -222,11 +228,6 @@ def refuse_target(
             raise OptionError(
                 "sleep mode (--enable-sleep-mode) is not supported with a worker "
                 f"group: its stages keep their own states; {instead}"
-            )
-        if args.scheduler_cls not in (None, method.group.scheduler):
-            raise OptionError(
-                f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} "
-                "cannot be combined with a worker group, which needs its own"
             )
     if cuts and transfer and platform.connector_works_by_layers(transfer):
         raise OptionError(

@@ -103,7 +103,8 @@ def resolve(
     if stages > 1 and options.disable_by_batch_size is None:
         values["disable_by_batch_size"] = GROUP_CUT_OFF
 
-    values["adaptive"] = options.adaptive and options.verify and stages == 1
+    if stages > 1 or not options.verify:
+        values["adaptive"] = False
     chosen_by_user = given & {"num_speculative_tokens", "exit_layer"}
     if heads is not None and not values["adaptive"] and not chosen_by_user:
         values["drafts_by_batch_size"] = _calibrated_drafts(heads, machine.device)

@@ -42,7 +42,7 @@ class DraftingConfig(DraftingOptions):
         ranges = [(first, last, n) for first, last, n in self.drafts_by_batch_size]
         if (
             self.adaptive
-        ):  # vLLM captures graphs for these; ScheduledDrafts then replaces the table
+        ):  # vLLM captures graphs for these; our scheduler then chooses among them
             ranges = [(1, 1, self.num_speculative_tokens), (2, LARGEST_BATCH, 0)]
         elif limit is not None:
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]

@@ -83,7 +83,7 @@ class MeasuredCosts(BaseModel):
 
 
 class StepCosts:
-    """Relative costs of steps, interpolated linearly in batch size and drafts.
+    """Seconds of steps, interpolated linearly in requests, drafts and tokens.
 
     A step with fewer requests or drafts takes no longer than one with more: if it
     seemed to, something else ran on the machine. Beyond the largest measured batch,
@@ -91,33 +91,48 @@ class StepCosts:
     """
 
     def __init__(self, table: CostTable) -> None:
-        self.most = table.counts[-1]
-        self.counts = tuple(table.counts[1:])  # measured numbers of drafts
+        self.max_drafts = table.counts[-1]
+        self.counts = tuple(table.counts)  # measured numbers of drafts, from 0 on
         self._sizes = np.array(table.sizes, dtype=float)
-        drafts = np.arange(1 + self.most)
+        drafts = np.arange(1 + self.max_drafts)
         ascending = _least_of_larger(np.array(table.seconds))
         # [sizes, 1 + N]
         self._seconds = np.array(
             [np.interp(drafts, table.counts, row) for row in ascending]
         )
-        self._relative: dict[int, np.ndarray] = {}
+        self._decoding: dict[tuple[int, int], float] = {}
+        # Tokens of steps without drafting, ascending, and their seconds. The last is the
+        # verification of the largest batch's drafts, less what drafting takes for one.
+        drafting = self._seconds[0, -1] - self._seconds[0, 0]
+        verified = max(self._seconds[-1, -1] - drafting, self._seconds[-1, 0])
+        self._tokens = np.append(self._sizes, self._sizes[-1] * (1 + self.max_drafts))
+        self._plain = np.append(self._seconds[:, 0], verified)
 
-    def relative(self, requests: int) -> np.ndarray:
-        """Costs of steps with 0, 1, ... drafts, relative to a step without drafts: [1 +
-        N], none below 1.
+    def seconds(self, requests: int, prompt_tokens: int, drafts: int) -> float:
+        """Seconds of a step that verifies and makes a number of drafts.
+
+        Args:
+            requests: that decode.
+            prompt_tokens: read beside them.
+            drafts: of each request.
         """
-        if requests not in self._relative:
-            seconds = self._at(requests)
-            self._relative[requests] = np.maximum(seconds / seconds[0], 1.0)
-        return self._relative[requests]
+        key = requests, drafts
+        if key not in self._decoding:
+            self._decoding[key] = _at(requests, self._sizes, self._seconds[:, drafts])
+        seconds = self._decoding[key]
+        if prompt_tokens:
+            tokens = requests * (1 + drafts)
+            longer = _at(tokens + prompt_tokens, self._tokens, self._plain)
+            seconds += longer - _at(tokens, self._tokens, self._plain)
+        return seconds
 
-    def _at(self, requests: int) -> np.ndarray:
-        sizes = self._sizes
-        seconds = self._seconds
-        if len(sizes) > 1 and requests > sizes[-1]:
-            slope = np.maximum(seconds[-1] - seconds[-2], 0.0) / (sizes[-1] - sizes[-2])
-            return seconds[-1] + slope * (requests - sizes[-1])
-        return np.array([np.interp(requests, sizes, column) for column in seconds.T])
+
+def _at(x: float, places: np.ndarray, values: np.ndarray) -> float:
+    """Linear interpolation; beyond the last place along the last two, never falling."""
+    if len(places) > 1 and x > places[-1]:
+        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+        return float(values[-1] + max(slope, 0.0) * (x - places[-1]))
+    return float(np.interp(x, places, values))
 
 
 def _least_of_larger(seconds: np.ndarray) -> np.ndarray:

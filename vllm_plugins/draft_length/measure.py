@@ -12,7 +12,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-GROWTH = 4  # factor between measured batch sizes
+SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 # Per batch size; no further rounds start after these seconds
 LEAST_ROUNDS = 2
 ROUNDS = 5
@@ -45,9 +45,9 @@ def sizes_to_measure(largest: int, max_drafts: int) -> tuple[list[int], list[int
         (sizes that are always measured, sizes that are measured while there is time).
     """
     last_with_graph = min(max(GRAPH_TOKENS // (1 + max_drafts), 1), largest)
-    powers = [GROWTH**i for i in range(10) if GROWTH**i < largest]
-    required = list(dict.fromkeys([largest, last_with_graph, *powers[:3]]))
-    others = [size for size in powers if size not in required]
+    sizes = [size for size in SIZES if size < largest]
+    required = list(dict.fromkeys([largest, last_with_graph, *sizes[:3]]))
+    others = [size for size in sizes if size not in required]
     return required, others
 
 

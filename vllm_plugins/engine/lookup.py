@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup on runner V2, row by row: a request whose text repeats itself drafts
-the tokens that followed.
+"""Prompt lookup, row by row: a request whose text repeats itself drafts the tokens that
+followed, and others keep the method's drafts.
 
-The longest earlier match of the text's last tokens counts, the latest of several;
-requests without one keep the method's drafts. Output does not depend on the source of a
-draft (verification.py). The kernels are those of vLLM's `ngram_gpu`, which keeps every
-token of every request on the device.
+vLLM keeps every token of every request on the device for it. Output does not depend on
+the source of a draft (verification.py).
 """
 
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.utils.math_utils import cdiv, next_power_of_2
-from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.lookup import Texts, look_up
+from vllm_ppd.vllm_plugins.engine.device_count import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
-BLOCK = 256  # places of a text compared per program
+WINDOW = 32768  # latest tokens of a text that are searched
 
 
 class Lookup:
@@ -40,12 +40,11 @@ class Lookup:
         device: torch.device,
     ) -> None:
         self.shortest = shortest
-        self.longest = max(shortest, LONGEST)
         self.states = req_states
-        self.max_len: int = req_states.max_model_len
-        blocks = cdiv(self.max_len, BLOCK)
-        self.scores = torch.zeros(rows, blocks, dtype=torch.int64, device=device)
+        self.matched = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
+        # Of each request row, and one more for padding
+        self._found = DeviceCounts(rows + 1, device)
 
     def find(self, rows: torch.Tensor) -> LookedUp:
         """Look up drafts for request rows.
@@ -53,40 +52,25 @@ class Lookup:
         Args:
             rows: [requests] int64, -1 for padding, which has no match.
         """
-        states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
-        num_drafts = self.tokens.shape[1]
-        token_ids = states.all_token_ids.gpu
-        places = rows.clamp(min=0)
-        ended = (rows >= 0).int()
-        ngram._ngram_scan_kernel[(requests, blocks)](
-            token_ids,
-            token_ids.stride(0),
-            places,
-            states.total_len.gpu,
-            ended,
-            self.scores,
-            self.scores.stride(0),
-            self.max_len,
+        states = self.states
+        matched = self.matched[: len(rows)]
+        tokens = self.tokens[: len(rows)]
+        chosen(look_up, rows)(
+            Texts(states.all_token_ids.gpu, states.total_len.gpu),
+            rows,
             self.shortest,
-            self.longest,
-            next_power_of_2(self.longest),
-            BLOCK,
+            max(self.shortest, LONGEST),
+            WINDOW,
+            matched,
+            tokens,
         )
-        ngram._ngram_finalize_kernel[(requests,)](
-            token_ids,
-            token_ids.stride(0),
-            places,
-            states.total_len.gpu,
-            ended,
-            states.last_sampled_tokens,
-            self.scores,
-            self.scores.stride(0),
-            self.tokens,
-            self.max_len,
-            blocks,
-            num_drafts,
-            next_power_of_2(num_drafts),
-            next_power_of_2(blocks),
-        )
-        matched = self.scores[:requests].amax(dim=1) > 0
-        return LookedUp(matched, self.tokens[:requests])
+        found = matched > 0
+        self._found.value[rows] = found.long()
+        return LookedUp(found, tokens)
+
+    def found(self, rows: np.ndarray) -> list[int]:
+        """Whether request rows had a match in the latest step that the device has ended:
+        [rows], 0 or 1.
+        """
+        matches: list[int] = self._found.seen[rows].tolist()
+        return matches

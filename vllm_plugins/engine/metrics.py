@@ -19,7 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.draft_length.scheduled import DRAFTING_OFF
+# Counters of steps without drafts, by reason: drafts are not expected to pay off; no
+# request has a lookup match, or none may draft; more requests than
+# disable_by_batch_size.
+DRAFTING_OFF = tuple(
+    f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
+)
+COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF
+# Steps by whether they verified drafts
+WITH, WITHOUT = "drafts", "no_drafts"
 
 COUNTERS = {
     "deferred_steps": (
@@ -36,6 +44,16 @@ COUNTERS = {
         "Engine steps with more drafts than expected to pay off, to see their "
         "acceptance (adaptive)."
     ),
+    **{
+        f"served_{what}/{which}": f"{text} that {verb} drafts, by reason."
+        for what, text in (
+            ("steps", "Timed steps of decoding alone"),
+            ("seconds", "Seconds of steps of decoding alone"),
+            ("tokens", "Tokens a request, summed over steps of decoding alone"),
+        )
+        for which, verb in ((WITH, "verified"), (WITHOUT, "verified no"))
+    },
+    "saved_seconds": "Estimated seconds that drafts saved (adaptive).",
     "invalid_drafts": (
         "Times a request's drafts were dropped, as logits were not finite."
     ),
@@ -69,7 +87,10 @@ COUNTERS = {
 _NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
 GROUP = "group_"  # prefix of a worker group's counters
-ATTRIBUTE = "vllm_ppd_counts"  # of a ModelRunnerOutput
+# Of a ModelRunnerOutput: counts, and whether each request had a lookup match
+ATTRIBUTE = "vllm_ppd_counts"
+MATCHED = "vllm_ppd_matched"
+STATISTICS = "vllm_ppd"  # in the statistics of KV connectors
 
 Counts = dict[str, float]  # counter -> amount
 

@@ -30,6 +30,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.verification import Verification
@@ -119,19 +120,24 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
-        if state is None or state.num_spec_tokens_to_schedule:
-            self._drafted = True
+        self._drafted = state is None or state.num_spec_tokens_to_schedule > 0
+        # Lookups without a method beside them cost nothing, and their matches tell when
+        # drafts pay.
+        if self._drafted or self.speculator.config.spec.looks_up_alone:
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         else:
             output = self._sample_without_drafting(*args, **kwargs)
         if output is not None:
             self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
+            if self.speculator.lookup is not None:
+                rows = state.input_batch.idx_mapping_np
+                found = self.speculator.lookup.found(rows)
+                setattr(output.model_runner_output, MATCHED, found)
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
-        self._drafted = False
         speculator = self.speculator
         stock = self.sample
 

@@ -71,7 +71,8 @@ def costs_of_engine(
     if largest < 1:
         logger.warning(
             "vllm-ppd: step costs cannot be measured with so few KV blocks or such a "
-            "short --max-model-len; every step drafts, as with adaptive: false"
+            "short --max-model-len; the choice of the number of drafts starts from a "
+            "guess"
         )
         return None
     # Larger batches do not draft

@@ -26,7 +26,7 @@ SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.34", prereleases=True)
 
 _ENGINE_ARGS = "vllm.engine.arg_utils:EngineArgs"
 _CONFIG = "vllm.config:VllmConfig"
-_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+_SCHEDULER_CONFIG = "vllm.config.scheduler:SchedulerConfig"
 _CORE = "vllm.v1.engine.core:EngineCore"
 _LOGGERS = "vllm.v1.metrics.loggers:StatLoggerManager"
 _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
@@ -62,14 +62,10 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
         requests.checked_before_streaming,
     ),
     (_RESPONSES, "_generate_with_builtin_tools", requests.checked_before_streaming),
-    (_SCHEDULER, "__init__", scheduling.make_scheduler),
-    (_SCHEDULER, "schedule", scheduling.schedule),
-    (_SCHEDULER, "_update_after_schedule", scheduling.update_after_schedule),
+    (_SCHEDULER_CONFIG, "get_scheduler_cls", scheduling.get_scheduler_cls),
     (_CORE, "__init__", scheduling.make_core),
     (_CORE, "post_step", scheduling.post_step),
     (_CORE, "sleep", scheduling.sleep),
-    (_SCHEDULER, "update_from_output", statistics.update_from_output),
-    (_SCHEDULER, "make_stats", statistics.make_stats),
     (_LOGGERS, "__init__", statistics.make_loggers),
     (_LOGGERS, "record", statistics.record),
 ]

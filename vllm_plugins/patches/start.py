@@ -18,6 +18,7 @@ from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
 from vllm_ppd.vllm_plugins.config.refusals import refuse_complete_config
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
+from vllm_ppd.vllm_plugins.registry import SCHEDULERS
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -148,11 +149,12 @@ def complete_config(
     original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its
-    own methods.
+    own methods, by our scheduler.
 
     On a CPU without Triton, runner V2 has kernels of ours.
     """
-    if active_config(self) is None:
+    config = active_config(self)
+    if config is None:
         return original(self, *args, **kwargs)
     from vllm.config import vllm as module
 
@@ -164,4 +166,7 @@ def complete_config(
         native.asynchronous(),
         temporarily(module, NgramGPUTypes=methods),
     ):
-        return original(self, *args, **kwargs)
+        original(self, *args, **kwargs)
+    if config.stages == 1:
+        scheduler = self.scheduler_config
+        scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_ppd.vllm_plugins.patches.statistics import AcceptanceWatch
+from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 
 
 def test_watch_warns_once_and_again_after_recovery(
@@ -13,18 +13,11 @@ def test_watch_warns_once_and_again_after_recovery(
 ) -> None:
     watch = AcceptanceWatch()
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
-        for _ in range(999):
-            watch.observe(3, 0)
+        watch.observe(999, 3, 0)
         assert not caplog.messages
-        for _ in range(2001):
-            watch.observe(3, 0)
+        for _ in range(4):
+            watch.observe(500, 3, 0)
         assert len(caplog.messages) == 1
-        assert (
-            "0 of 3000 drafted tokens were accepted over the last 1000 drafts"
-            in caplog.messages[0]
-        )
-        for _ in range(1000):
-            watch.observe(3, 2)
-        for _ in range(1000):
-            watch.observe(3, 0)
+        watch.observe(1000, 3, 1000)
+        watch.observe(1000, 3, 0)
         assert len(caplog.messages) == 2

@@ -10,7 +10,6 @@ the cut-off, and while any prompt is being read, it is vLLM's own scheduler.
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
@@ -19,11 +18,12 @@ from vllm_ppd.vllm_plugins.config.request_options import (
     drafting_allowed,
     sees_each_token,
 )
+from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
 
 PLACEHOLDER = 0
 
 
-class GroupScheduler(Scheduler):
+class GroupScheduler(CountingScheduler):
     """Schedules small batches of decoding requests for several micro-steps a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup: the tokens that followed the longest earlier match of a text's end
+(https://github.com/apoorvumang/prompt-lookup-decoding).
+
+Of several longest matches the latest counts. A match of which fewer tokens follow than
+are drafted repeats: the text is taken as periodic from there on.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Texts(NamedTuple):
+    """The tokens of all requests."""
+
+    token_ids: torch.Tensor  # [request rows, max length] int32
+    lengths: torch.Tensor  # [request rows] int32
+
+
+def look_up(
+    texts: Texts,
+    rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding
+    shortest: int,
+    longest: int,
+    window: int,
+    matched: torch.Tensor,  # [requests] int32, written
+    drafts: torch.Tensor,  # [requests, K] int64, written
+) -> None:
+    """Look drafts up.
+
+    Args:
+        texts: of all requests.
+        rows: whose drafts are looked up.
+        shortest, longest: least and most tokens that are compared.
+        window: latest tokens of a text that are searched.
+        matched: tokens that agree; 0 for no match, whose drafts are arbitrary.
+        drafts: tokens that followed.
+    """
+    places = np.arange(drafts.shape[1])
+    for request, row in enumerate(rows.tolist()):
+        matched[request] = 0
+        if row < 0:
+            continue
+        length = int(texts.lengths[row])
+        text = texts.token_ids[row, max(length - window, 0) : length].numpy()
+        agreeing, end = longest_match(text, longest)
+        if agreeing >= shortest:
+            matched[request] = agreeing
+            distance = len(text) - 1 - end
+            drafts[request] = torch.from_numpy(text[end + 1 + places % distance])
+
+
+def longest_match(text: np.ndarray, longest: int) -> tuple[int, int]:
+    """(Tokens that agree, index of the last of them) of the longest, then latest match
+    of a text's end; (0, 0): none.
+    """
+    last = len(text) - 1
+    ends = np.flatnonzero(text[:last] == text[last])
+    agreeing = 0
+    found = 0
+    while len(ends):
+        agreeing += 1
+        found = int(ends[-1])
+        if agreeing == longest:
+            break
+        ends = ends[ends >= agreeing]
+        ends = ends[text[ends - agreeing] == text[last - agreeing]]
+    return agreeing, found
