@@ -8,31 +8,26 @@ from cases import generate, greedy, prompts
 from conftest import Factory, counting, full_but, runner_of
 from methods import METHODS
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.engine import dummy_steps
+from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
 
 pytestmark = pytest.mark.engine
 
 
-def lookup_of(llm: Any) -> ScheduledDrafts:
-    """What an engine's scheduler looks the number of drafts up in."""
-    lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
-    assert isinstance(lookup, ScheduledDrafts)
-    return lookup
+def scheduler_of(llm: Any) -> DraftingScheduler:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert isinstance(scheduler, DraftingScheduler)
+    return scheduler
 
 
-def follow(llm: Any, share: float) -> ScheduledDrafts:
-    """Have an engine choose anew by steps whose drafts cost a share of a step each."""
-    lookup = lookup_of(llm)
-    lookup.follow(
-        StepCosts(
-            CostTable(
-                sizes=[1, 4], counts=[0, lookup.drafts], seconds=[[1.0, 1 + share]] * 2
-            )
-        )
-    )
-    return lookup
+def follow(llm: Any, share: float) -> DraftingScheduler:
+    """Have an engine choose anew by a table whose drafts cost a share of a step."""
+    scheduler = scheduler_of(llm)
+    counts = [0, scheduler.num_spec_tokens]
+    seconds = [[1.0, 1 + share]] * 2
+    scheduler.follow(CostTable(sizes=[1, 4], counts=counts, seconds=seconds))
+    return scheduler
 
 
 @pytest.fixture
@@ -42,7 +37,7 @@ def adaptive(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> Factory:
 
     def get(options: dict[str, Any], asynchronous: bool = True) -> Any:
         return drafting(
-            {**options, "adaptive": True, "step_costs": "measure"},
+            {**options, "adaptive": "table", "step_costs": "measure"},
             async_scheduling=asynchronous,
         )
 
@@ -62,7 +57,7 @@ def test_drafts_that_never_pay_are_not_made(
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(64)) == expected
     assert seen["drafts"] <= 16 and seen["drafting_off_steps/cost"] > 50
-    assert seen["suppressed_drafts"] > 50 * lookup_of(llm).drafts
+    assert seen["suppressed_drafts"] > 50 * scheduler_of(llm).num_spec_tokens
     follow(llm, 0.001)
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(30)) == [
@@ -76,9 +71,9 @@ def test_a_step_without_drafts_is_vllms(
 ) -> None:
     """No call of ours beside vLLM's own, and its sampler in place of verification."""
     llm = adaptive(METHODS["cp"])
-    lookup = follow(llm, 0.001)
+    scheduler = follow(llm, 0.001)
     runner = runner_of(llm)
-    monkeypatch.setattr(lookup, "limit", 0)
+    monkeypatch.setattr(scheduler, "max_requests", 0)
     calls: list[str] = []
     for owner, call in (
         (runner.speculator, "propose"),

@@ -24,7 +24,7 @@ def drafting() -> Any:
         "num_speculative_tokens": 3,
     }
     llm = start_engine(DEMO, options, enable_prefix_caching=True, max_num_seqs=4)
-    scheduler_of(llm).dynamic_sd_lookup.controller = None
+    scheduler_of(llm).policy = None
     generate(llm, [{"prompt_token_ids": CACHED}], greedy(4))
     return llm
 
@@ -40,7 +40,7 @@ def test_admitted_requests_get_as_many_tokens(
     """All that they verify while others draft, and one while none does."""
     scheduler = scheduler_of(drafting)
     steps = []
-    monkeypatch.setattr(scheduler.dynamic_sd_lookup, "limit", limit)
+    monkeypatch.setattr(scheduler, "max_requests", limit)
     stock = scheduler.schedule
 
     def schedule(*args: Any, **kwargs: Any) -> Any:

@@ -191,22 +191,6 @@ def test_data_parallel_ranks_choose_their_drafts(tiny_model: Factory) -> None:
         assert kept == (schedule if ours else None)
 
 
-def test_ranks_that_step_together_say_that_every_step_drafts(
-    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scheduling, "watch_acceptance", lambda scheduler: None)
-    vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
-    for ranks in (1, 2):
-        vllm_config.parallel_config.data_parallel_size = ranks
-        scheduler = SimpleNamespace(max_num_running_reqs=4)
-        with our_log(logging.WARNING) as messages:
-            scheduling.make_scheduler(lambda *args: None, scheduler, vllm_config)
-        assert (scheduler.dynamic_sd_lookup is None) == (ranks == 2)
-        assert any("every step drafts" in message for message in messages) == (
-            ranks == 2
-        )
-
-
 def test_version_range() -> None:
     assert all(
         patches.is_supported(version)

@@ -25,12 +25,13 @@ from vllm import envs
 
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine import step_costs, worker
 from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
 from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
 
-ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": True}
+# What steps take when served does not count
+ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(
@@ -61,9 +62,9 @@ def measured(
 
 def test_the_fastest_round_of_each_batch_size_counts() -> None:
     table, rounds = measured(lambda requests, drafts: requests + drafts, 20)
-    assert (table.sizes, table.counts) == ([1, 4, 16, 20], [0, 1, 3])
+    assert (table.sizes, table.counts) == ([1, 16, 20], [0, 1, 3])
     assert table.seconds == [[b, b + 1, b + 3] for b in table.sizes]
-    assert rounds == 4 * measure.ROUNDS
+    assert rounds == 3 * measure.ROUNDS
 
 
 def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
@@ -83,7 +84,8 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
     assert (
         now < 3 * measure.SECONDS and 32 <= max(table.sizes) < 256 and 1 in table.sizes
     )
-    assert StepCosts(table).relative(256)[3] == pytest.approx(4)
+    costs = StepCosts(table)
+    assert costs.seconds(256, 0, 3) == pytest.approx(4 * costs.seconds(256, 0, 0))
 
 
 BUSY = [[0.0203, 0.099, 0.3758], [0.0233, 0.029, 0.0345], [0.0171, 0.04, 0.0766]]
@@ -102,16 +104,16 @@ def test_a_busy_machine_is_measured_once_more(then: list[list[float]]) -> None:
             return [1.0]
         rounds.append(requests)
         return (BUSY if len(rounds) <= 3 * measure.ROUNDS else then)[
-            [1, 4, 16].index(requests)
+            [1, 16, 64].index(requests)
         ]
 
-    table = measure.measure_table(run, 16, [0, 1, 3], lambda value: value)
+    table = measure.measure_table(run, 64, [0, 1, 3], lambda value: value)
     assert len(rounds) == 2 * 3 * measure.ROUNDS
     assert table.seconds == np.minimum(then, BUSY).tolist()
     if then is BUSY:
         assert (
             table.implausible()
-            == "1 request with 3 drafts 375.8 ms, 4 requests with 3 drafts 34.5 ms"
+            == "1 request with 3 drafts 375.8 ms, 16 requests with 3 drafts 34.5 ms"
         )
 
 
@@ -132,13 +134,13 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
             time.sleep(0.02 * (rank == busy))
             return [(1.0 + (rank == busy) * len(ran)) * (1 + count) for count in counts]
 
-        return ran, measure.measure_table(run, 16, [0, 1, 3], from_first_rank)
+        return ran, measure.measure_table(run, 64, [0, 1, 3], from_first_rank)
 
     first = steps(0, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
     sent = iter(values)
     assert steps(1, lambda _: next(sent)) == first and not list(sent)
     # The sizes are measured once or twice
-    assert (first[0].count(16) > measure.ROUNDS + 1) is (busy == 0)
+    assert (first[0].count(64) > measure.ROUNDS + 1) is (busy == 0)
 
 
 @pytest.mark.parametrize(
@@ -250,15 +252,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def choices_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of drafts that the scheduler chooses while an engine serves, step by step."""
-    stock = ScheduledDrafts.__getitem__
+    stock = DraftingScheduler._choose
     choices = []
 
-    def choose(self: ScheduledDrafts, requests: int) -> int:
-        choices.append(stock(self, requests))
-        return choices[-1]
+    def choose(self: DraftingScheduler, scheduler_output: Any) -> None:
+        stock(self, scheduler_output)
+        choices.append(self.drafts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ScheduledDrafts, "__getitem__", choose)
+        patch.setattr(DraftingScheduler, "_choose", choose)
         for case in ("more_than_fit", "arrivals_and_aborts"):
             CASES[case](llm)
     return choices
@@ -279,7 +281,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     kept = step_costs.load(path)
     assert kept is not None and (kept.method.counts, kept.method.sizes) == (
         [0, 1, 3],
-        [1, 4, 16],
+        [1, 16],
     )
     assert (
         not drafter_of(first).counters.values.any()
@@ -328,7 +330,7 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
 
     monkeypatch.setattr(worker, "time_steps", disturbed)
     with our_log(logging.INFO) as messages:
-        assert llm.collective_rpc("step_costs")[0].method.sizes == [1, 4, 16]
+        assert llm.collective_rpc("step_costs")[0].method.sizes == [1, 16]
     assert path.read_bytes() == written
     assert "again, as they are" in messages[0] and any(
         "again, as the machine" in message for message in messages

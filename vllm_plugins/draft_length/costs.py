@@ -93,7 +93,7 @@ class StepCosts:
     def __init__(self, table: CostTable) -> None:
         self.max_drafts = table.counts[-1]
         self.counts = tuple(table.counts)  # measured numbers of drafts, from 0 on
-        self._sizes = np.array(table.sizes, dtype=float)
+        self.sizes = np.array(table.sizes, dtype=float)
         drafts = np.arange(1 + self.max_drafts)
         ascending = _least_of_larger(np.array(table.seconds))
         # [sizes, 1 + N]
@@ -105,7 +105,7 @@ class StepCosts:
         # verification of the largest batch's drafts, less what drafting takes for one.
         drafting = self._seconds[0, -1] - self._seconds[0, 0]
         verified = max(self._seconds[-1, -1] - drafting, self._seconds[-1, 0])
-        self._tokens = np.append(self._sizes, self._sizes[-1] * (1 + self.max_drafts))
+        self._tokens = np.append(self.sizes, self.sizes[-1] * (1 + self.max_drafts))
         self._plain = np.append(self._seconds[:, 0], verified)
 
     def seconds(self, requests: int, prompt_tokens: int, drafts: int) -> float:
@@ -118,7 +118,7 @@ class StepCosts:
         """
         key = requests, drafts
         if key not in self._decoding:
-            self._decoding[key] = _at(requests, self._sizes, self._seconds[:, drafts])
+            self._decoding[key] = _at(requests, self.sizes, self._seconds[:, drafts])
         seconds = self._decoding[key]
         if prompt_tokens:
             tokens = requests * (1 + drafts)
