@@ -30,6 +30,8 @@ OVERRIDING = {
     f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    f"{PLUGIN}.scheduler:CountingScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    f"{PLUGIN}.scheduler:DraftingScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
     f"{PLUGIN}.weight_updates:UpdatedRunner": f"{V2}.model_runner:GPUModelRunner",
@@ -79,11 +81,9 @@ ASSUMED = [
     "vllm.config.parallel:ParallelConfig.reconfigure_for_independent_dp_rank",
     "vllm.v1.worker.gpu_worker:Worker.update_max_model_len",
     f"{V2}.sample.sampler:Sampler.apply_sampling_params",
-    # Launches the kernels that Lookup does
-    f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",
     # Placeholders of as many drafts
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
-    # What ScheduledDrafts takes the place of
+    # What DraftingScheduler takes the place of
     "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",
     f"{V2}.model_runner:GPUModelRunner.load_model",
     *(

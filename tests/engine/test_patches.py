@@ -10,14 +10,13 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
-from conftest import ROOT, Factory, our_log, runner_of
+from conftest import ROOT, Factory, runner_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from touched import resolved
 from vllm import EngineArgs
@@ -33,7 +32,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm_ppd.vllm_plugins import patches, register
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
-from vllm_ppd.vllm_plugins.patches import scheduling, start
+from vllm_ppd.vllm_plugins.patches import start
 
 register()
 
@@ -163,9 +162,13 @@ def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(
         and vllm_config.scheduler_config.async_scheduling
     )
     assert not vllm_config._get_v2_model_runner_unsupported_features()
-    assert "custom_class" in start.complete_config(
-        lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config
+    seen: list[str] = []
+    start.complete_config(
+        lambda self: seen.extend(get_args(vllm_module.NgramGPUTypes)), vllm_config
     )
+    assert "custom_class" in seen
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    assert scheduler.__name__ == "AsyncDraftingScheduler"
     assert "custom_class" not in get_args(vllm_module.NgramGPUTypes)
     vllm_config.additional_config = {}
     assert any(

@@ -10,8 +10,8 @@ from cases import generate, greedy, prompts
 from conftest import Factory, counting, drafter_of, our_log
 from methods import METHODS
 
+from vllm_ppd.vllm_plugins.draft_length import watch
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.patches import statistics
 
 pytestmark = pytest.mark.engine
 
@@ -78,7 +78,7 @@ def test_hardly_any_accepted_draft_is_a_warning(
         "propose",
         lambda *args, **kwargs: stock(*args, **kwargs).fill_(1),
     )
-    monkeypatch.setattr(statistics, "WINDOW", 20)
+    monkeypatch.setattr(watch, "WINDOW", 20)
     with our_log() as messages:
         generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
         # Who opts out is given drafts all the same, which are rejected

@@ -72,7 +72,7 @@ def test_both_ways_of_scheduling_give_the_same(
     core = llm.llm_engine.engine_core.engine_core
     scheduler = type(core.scheduler).__name__
     assert (scheduler, core.batch_queue_size) == (
-        ("AsyncScheduler", 2) if asynchronous else ("Scheduler", 1)
+        ("AsyncDraftingScheduler", 2) if asynchronous else ("SyncDraftingScheduler", 1)
     )
     with counting(llm) as seen:
         assert CASES["mixed_lengths"](llm) == alone("mixed_lengths")

@@ -21,6 +21,8 @@ STARTS = 1.01
 SURE = 2.0
 # Steps of an exploration; all but the first verify the drafts of the one before
 PROBE = 4
+# Explorations begin at a multiple of these steps
+CHECKED = 8
 # Steps between explorations: the first time, and at most
 WAIT = 32
 MAX_WAIT = 4096
@@ -32,9 +34,20 @@ class Choice:
 
     drafts: int
     tokens: float  # of a request
-    cost: float  # of a step
-    gain: float  # tokens over cost
-    highest: float  # the gain at the upper bound of what is known
+    cost: float  # seconds of a step
+    error: float  # relative standard deviation of the cost
+
+    def gain(self) -> float:
+        return self.tokens / self.cost
+
+    def highest(self, deviation: float) -> float:
+        """The gain at the upper bound of what is known.
+
+        Args:
+            deviation: of the tokens.
+        """
+        tokens = self.tokens + SURE * deviation
+        return tokens / (self.cost * max(1 - SURE * self.error, 0.5))
 
 
 @dataclass(slots=True)
@@ -62,6 +75,11 @@ class Step:
     prompt_tokens: int
     verified: int | None
     drafted: int
+
+    def steady(self) -> bool:
+        """Whether the step decoded alone, and made as many drafts as it verified."""
+        alone = self.requests > 0 and not self.prompt_tokens
+        return alone and self.verified == self.drafted
 
 
 class DraftPolicy:
@@ -101,8 +119,7 @@ class DraftPolicy:
         """
         if step.verified is None:
             return
-        steady = step.verified == step.drafted and not step.prompt_tokens
-        if seconds is not None and steady:
+        if seconds is not None and step.steady():
             self.seconds.add(step.requests, step.drafted, seconds)
         if step.verified and req_ids:
             self.acceptance.observe(req_ids, kinds, step.verified, emitted)
@@ -127,54 +144,57 @@ class DraftPolicy:
         self.exploring = False
         if not req_ids:
             return 0
-        self.acceptance.forget_others(req_ids)
-        choices = self._choices(requests, prompt_tokens, req_ids, kinds)
-        self.best = max(choices, key=lambda choice: choice.gain)
-        if self.best.gain > STARTS:
-            self.current = self.best.drafts
-            self.exploration.wait = WAIT
-        return self._explored(requests, choices)
-
-    def _choices(
-        self,
-        requests: int,
-        prompt_tokens: int,
-        req_ids: Sequence[str],
-        kinds: Sequence[int],
-    ) -> list[Choice]:
-        share = len(req_ids) / requests  # of the requests may draft
-        accepted = self.acceptance.per_request(req_ids, kinds)
-        present = set(kinds)
-        now = 1 + share * accepted[self.current]
-        choices = []
-        for drafts in self.counts:
-            cost, error = self.seconds.relative(
-                requests, prompt_tokens, self.current, drafts
-            )
-            tokens = (1 + share * accepted[drafts]) / now
-            more = share * SURE * self.acceptance.deviation(present, drafts) / now
-            bound = (tokens + more) / cost / max(1 - SURE * error, 0.5)
-            choices.append(Choice(drafts, tokens, cost, tokens / cost, bound))
-        return choices
-
-    def _explored(self, requests: int, choices: list[Choice]) -> int:
-        """The current number of drafts, or another for the sake of what it shows."""
         exploration = self.exploration
         if exploration.left:
             exploration.left -= 1
+            exploration.ready = self._step + exploration.wait
             self.exploring = True
-            if not exploration.left:
-                exploration.ready = self._step + exploration.wait
             return exploration.drafts
-        if self._step < exploration.ready:
-            return self.current
+        self.acceptance.forget_others(req_ids)
+        share = len(req_ids) / requests  # of the requests may draft
+        others = self._others(requests, prompt_tokens, share, req_ids, kinds)
+        self.best = max(others, key=Choice.gain)
+        if self.best.gain() > STARTS:
+            self.current = self.best.drafts
+            exploration.wait = WAIT
+        elif self._step >= exploration.ready and not self._step % CHECKED:
+            return self._explored(requests, share, others, set(kinds))
+        return self.current
+
+    def _others(
+        self,
+        requests: int,
+        prompt_tokens: int,
+        share: float,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+    ) -> list[Choice]:
+        """The numbers of drafts beside the current one."""
+        accepted = self.acceptance.per_request(req_ids, kinds)
+        now = 1 + share * accepted[self.current]
+        choices = []
+        for drafts in self.counts:
+            if drafts != self.current:
+                cost, error = self.seconds.relative(
+                    requests, prompt_tokens, self.current, drafts
+                )
+                tokens = 1 + share * accepted[drafts]
+                choices.append(Choice(drafts, tokens / now, cost, error))
+        return choices
+
+    def _explored(
+        self, requests: int, share: float, others: list[Choice], kinds: set[int]
+    ) -> int:
+        """The current number of drafts, or another for the sake of what it shows."""
         # The table may be wrong, so each size of batch is compared once
         opposite = 0 if self.current else self.counts[-1]
         if self.seconds.lacks(requests, self.current, opposite):
             return self._explore(opposite)
-        others = [choice for choice in choices if choice.drafts != self.current]
-        other = max(others, key=lambda choice: choice.highest)
-        return self._explore(other.drafts) if other.highest > STARTS else self.current
+        for choice in sorted(others, key=Choice.gain, reverse=True):
+            deviation = self.acceptance.deviation(kinds, choice.drafts)
+            if choice.highest(share * deviation) > STARTS:
+                return self._explore(choice.drafts)
+        return self.current
 
     def _explore(self, drafts: int) -> int:
         self.exploration.drafts = drafts

@@ -27,6 +27,7 @@ LEAST_ERROR = 0.01
 HALF_LIFE = 8192.0
 # A step counts as at most so many times the mean: the machine did something else
 CLIP = 4.0
+MAX_COSTS = 10_000  # costs of the table that are kept
 
 
 class Mean:
@@ -119,6 +120,7 @@ class StepSeconds:
         self.table = table
         self.clock = clock
         self._buckets: dict[int, Bucket] = {}
+        self._table_costs: dict[tuple[int, int, int], float] = {}
 
     def _bucket(self, requests: int) -> Bucket:
         return self._buckets.setdefault(requests.bit_length(), Bucket())
@@ -161,6 +163,14 @@ class StepSeconds:
 
     def _by_table(self, requests: int, prompt_tokens: int, drafts: int) -> float:
         """1 + the seconds that drafts add, over those of a step of decoding alone."""
+        key = requests, prompt_tokens, drafts
+        if key not in self._table_costs:
+            if len(self._table_costs) > MAX_COSTS:
+                self._table_costs.clear()
+            self._table_costs[key] = self._added(requests, prompt_tokens, drafts)
+        return self._table_costs[key]
+
+    def _added(self, requests: int, prompt_tokens: int, drafts: int) -> float:
         seconds = self.table.seconds
         plain = seconds(requests, 0, 0)
         added = seconds(requests, 0, drafts) - plain

@@ -26,8 +26,13 @@ DRAFTING_OFF = tuple(
     f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
 )
 COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF
-# Steps by whether they verified drafts
-WITH, WITHOUT = "drafts", "no_drafts"
+# Counters of steady steps of decoding alone, with drafts and without: steps, seconds,
+# tokens of a request
+SERVED, SERVED_PLAIN = (
+    tuple(f"served_{what}/{drafts}" for what in ("steps", "seconds", "tokens"))
+    for drafts in ("drafts", "no_drafts")
+)
+SAVED = "saved_seconds"
 
 COUNTERS = {
     "deferred_steps": (
@@ -44,16 +49,12 @@ COUNTERS = {
         "Engine steps with more drafts than expected to pay off, to see their "
         "acceptance (adaptive)."
     ),
-    **{
-        f"served_{what}/{which}": f"{text} that {verb} drafts, by reason."
-        for what, text in (
-            ("steps", "Timed steps of decoding alone"),
-            ("seconds", "Seconds of steps of decoding alone"),
-            ("tokens", "Tokens a request, summed over steps of decoding alone"),
-        )
-        for which, verb in ((WITH, "verified"), (WITHOUT, "verified no"))
-    },
-    "saved_seconds": "Estimated seconds that drafts saved (adaptive).",
+    **dict.fromkeys(
+        (*SERVED, *SERVED_PLAIN),
+        "Steps of decoding alone, their seconds, and the tokens of a request in each, by "
+        "whether they had drafts (adaptive).",
+    ),
+    SAVED: "Seconds that drafts saved, as estimated (adaptive).",
     "invalid_drafts": (
         "Times a request's drafts were dropped, as logits were not finite."
     ),

@@ -30,6 +30,9 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
     COST,
     MATCHED,
     NO_MATCH,
+    SAVED,
+    SERVED,
+    SERVED_PLAIN,
     STATISTICS,
     Counts,
     count_in_process,
@@ -271,6 +274,18 @@ class DraftingScheduler(CountingScheduler):
         if self.policy is not None:
             kinds = [self._kinds[name] for name in names]
             self.policy.observe(step, seconds, names, kinds, emitted)
+            if seconds is not None and step.steady():
+                self._report_served(step, seconds, sum(map(len, sampled)))
+
+    def _report_served(self, step: Step, seconds: float, emitted: int) -> None:
+        """Count a step of decoding alone, and what its drafts saved."""
+        tokens = emitted / step.requests
+        steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
+        self.report({steps: 1, durations: seconds, lengths: tokens})
+        if step.drafted:
+            assert self.policy is not None
+            cost = self.policy.seconds.relative(step.requests, 0, 0, step.drafted)[0]
+            self.report({SAVED: seconds * (tokens / cost - 1)})
 
     def _follow_matches(self, req_ids: Iterable[str], matched: Iterable[int]) -> None:
         """Note which requests had a match in their own text."""

@@ -8,14 +8,18 @@ import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
@@ -25,6 +29,7 @@ from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, COUNTERS, Counters, totals
+from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
 from vllm_ppd.vllm_plugins.patches import statistics
 
 IN_A_PROCESS = """
@@ -56,21 +61,22 @@ def value(name: str, **labels: str) -> float:
     )
 
 
-class Scheduler:
-    """What of vLLM's scheduler the patches wrap."""
+class Counting(CountingScheduler):
+    """Our scheduler, of which vLLM's part makes empty statistics of a step."""
 
     def __init__(self, log_stats: bool = True) -> None:
         self.log_stats = log_stats
+        self._pending = Counter()
 
     def step(self, output: ModelRunnerOutput) -> SchedulerStats | None:
         """The statistics of a step with this output."""
-        stock = lambda self: SchedulerStats() if self.log_stats else None  # noqa: E731
-        return statistics.update_from_output(
-            lambda self, *outputs: statistics.make_stats(stock, self),
-            self,
-            None,
-            output,
-        )
+        with (
+            patch.object(Scheduler, "update_from_output"),
+            patch.object(Scheduler, "make_stats") as stock,
+        ):
+            stock.return_value = SchedulerStats() if self.log_stats else None
+            self.update_from_output(SchedulerOutput.make_empty(), output)
+            return self.make_stats()
 
 
 class Manager:
@@ -113,7 +119,7 @@ def manager() -> Manager:
 def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
     amounts = {"deferred_steps": 2, "drafting_seconds": 0.25, "group_hits": 4}
     worker = Counters()
-    scheduler = Scheduler()
+    scheduler = Counting()
     before = (
         {name: value(name, engine="1") for name in amounts},
         totals()["deferred_steps"],
@@ -134,7 +140,7 @@ def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
 
 def test_statistics_that_are_off_hold_nothing_back() -> None:
     worker = Counters()
-    scheduler = Scheduler(log_stats=False)
+    scheduler = Counting(log_stats=False)
     before = totals()["fallback_steps"]
     for _ in range(3):
         worker.add("fallback_steps")
@@ -142,7 +148,7 @@ def test_statistics_that_are_off_hold_nothing_back() -> None:
     assert totals()["fallback_steps"] - before == 3, (
         "benchmarks count without statistics"
     )
-    assert not hasattr(scheduler, statistics.PENDING)
+    assert not scheduler._pending
 
 
 def test_stages_hand_their_counts_on() -> None:
