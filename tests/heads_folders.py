@@ -19,7 +19,7 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.target import decoder_layer, fingerprint
-from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, draft_chain
+from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 
@@ -159,9 +159,9 @@ def log_likelihood(
         hidden, tokens[..., None], unembedding, bias, context, chunk
     ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain_log_likelihood(
-        weights, observed
-    )
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), conditional_log_probs(
+        weights, observed[..., None]
+    ).squeeze(-1)
 
 
 @torch.no_grad()

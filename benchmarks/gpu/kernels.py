@@ -52,7 +52,7 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     logits = torch.randn(shape, dtype=torch.bfloat16, device=device)
     weights = torch.zeros(batch, RANK, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
-    sampled = Sampling(torch.full((batch,), 0.7, device=device))
+    sampled = Sampling.random(torch.full((batch,), 0.7, device=device))
     yield "draft_chain, greedy", draft_chain, (weights, logits, first, None)
     yield "draft_chain, sampled", draft_chain, (weights, logits, first, sampled)
     scores = torch.randn(2, batch, TOP_K, device=device).sort(descending=True).values

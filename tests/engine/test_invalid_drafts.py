@@ -99,6 +99,6 @@ def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
     heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
     for temperature in (heat, torch.zeros(5)):
         valid = (
-            sampled_reading(logits, Sampling(temperature)).token_ids != INVALID
+            sampled_reading(logits, Sampling.random(temperature)).token_ids != INVALID
         ).tolist()
         assert valid == [True, False, False, True, True]

@@ -185,5 +185,6 @@ def test_noise_is_vllms() -> None:
         apply_temperature=True,
         is_drafting=False,
     )
-    sampling = Sampling(heat[rows], seeds=seeds[rows], positions=positions)
+    sampling = Sampling.random(heat[rows])
+    sampling = sampling._replace(seeds=seeds[rows], positions=positions)
     assert draw_rows(logits, sampling).tolist() == expected.tolist()

@@ -157,7 +157,7 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     )
     drafts = made.draft(hidden, tokens[:, 0])
     almost_greedy = made.draft(
-        hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6))
+        hidden, tokens[:, 0], Sampling.random(torch.full((ROWS,), 1e-6))
     )
     assert torch.equal(drafts, almost_greedy)
     gradients = []
@@ -218,7 +218,7 @@ def test_sampled_drafts_follow_the_formula(
     first = 3
     hidden = seeded(1, SIZE, seed=5, scale=0.2)
     cuts = {name: torch.full((draws,), value) for name, value in limits.items()}
-    sampling = Sampling(torch.full((draws,), temperature), **cuts)
+    sampling = Sampling.random(torch.full((draws,), temperature), **cuts)
     tokens = made.draft(hidden.expand(draws, -1), torch.full((draws,), first), sampling)
 
     def cut(before: tuple[int, ...]) -> torch.Tensor:

@@ -169,8 +169,6 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
 
 
 def test_even_blur_is_refused() -> None:
-    with pytest.raises(ValueError, match="positive odd number"):
-        kernels.gaussian_blur(torch.rand(1, 3, 3), 2)
     with pytest.raises(ValueError, match="must be odd"):
         JointSettings(blur=4)
 
@@ -180,7 +178,6 @@ def test_tokens_of_the_context_count_as_repeated() -> None:
     seen = [torch.tensor([[False, i == 1]]) for i in range(3)]
     joint = torch.full((1, 2, 2, 2), 0.125)
     assert (kernels.penalise_repetition(joint, ids, 2.0, seen)[0, :, 1] == 0.0625).all()
-    assert kernels.penalise_repetition(joint, ids, 1.0) is joint
 
 
 def test_everything_masked_backs_off() -> None:
@@ -224,7 +221,9 @@ def test_samples_follow_the_joint() -> None:
     torch.manual_seed(0)
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     choice = select(heads, JointSettings(k=3, eps_b=0.0, adaptive=False))
-    drawn = Counter(map(tuple, choice.draw(Sampling(torch.ones(20_000))).tolist()))
+    drawn = Counter(
+        map(tuple, choice.draw(Sampling.random(torch.ones(20_000))).tolist())
+    )
     flat = choice.joints[1][0] / choice.joints[1][0].sum()
     for i, j in itertools.product(range(3), repeat=2):
         gram = (int(choice.top.token_ids[0][0, i]), int(choice.top.token_ids[1][0, j]))
@@ -236,7 +235,7 @@ def test_eps_b_one_samples_head_one() -> None:
     torch.manual_seed(0)
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     choice = select(heads, JointSettings(k=VOCAB, eps_b=1.0))
-    sampled = choice.draw(Sampling(torch.ones(20_000)))
+    sampled = choice.draw(Sampling.random(torch.ones(20_000)))
     assert (sampled[:, 1] == -1).all()
     share = torch.bincount(sampled[:, 0], minlength=VOCAB) / 20_000
     torch.testing.assert_close(share, heads[0][0].exp(), atol=0.015, rtol=0)
@@ -265,7 +264,7 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
     choice = select(heads, settings, first_token=torch.full((20_000,), 5))
     temperature = torch.ones(20_000)
     temperature[:10] = 0.0
-    tokens = choice.draw(Sampling(temperature))
+    tokens = choice.draw(Sampling.random(temperature))
     assert (tokens[:, 0] == 5).all()
     assert torch.equal(tokens[:10], choice.likeliest.tokens[:10])
     claimed = choice.probabilities(tokens).prod(dim=1)

@@ -55,7 +55,7 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exit_reader, "LOGITS_AT_ONCE", at_once)
         readings.append(
             EarlyReader(adapter, head, None).sample(
-                2, (hidden, None), Sampling(temperature)
+                2, (hidden, None), Sampling.random(temperature)
             )
         )
     assert seen == [7, 2, 2, 2, 1]
