@@ -68,6 +68,11 @@ def table_at(pointer: int, num_columns: int) -> ndarray:
     return table.reshape(MAX_ROWS, -1)
 
 
+def lengths_between(starts: ndarray, items: ndarray) -> ndarray:
+    """The lengths of the items, given where they begin and the last ends: [items]."""
+    return np.diff(starts[: len(items) + 1])
+
+
 def spans(lengths: ndarray) -> tuple[ndarray, ndarray]:
     """The items of consecutive spans.
 

@@ -9,7 +9,11 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import bytes_at, spans
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import (
+    bytes_at,
+    lengths_between,
+    spans,
+)
 
 
 def prepare_prefill_inputs(
@@ -48,7 +52,7 @@ def prepare_pos_seq_lens(
     """Positions of a step's tokens, and the requests' lengths after it, 0 for padding."""
     num_requests = len(idx_mapping)
     computed = num_computed_tokens[idx_mapping]
-    query_lens = np.diff(query_start_loc[: num_requests + 1])
+    query_lens = lengths_between(query_start_loc, idx_mapping)
     seq_lens[:num_requests] = computed + query_lens
     seq_lens[num_requests:max_num_reqs] = 0
     requests, offsets = spans(query_lens)
@@ -74,7 +78,7 @@ def combine_sampled_and_draft_tokens(
     are.
     """
     num_requests = len(idx_mapping)
-    num_logits = np.diff(cu_num_logits[: num_requests + 1])
+    num_logits = lengths_between(cu_num_logits, idx_mapping)
     lengths = seq_lens[:num_requests]
     prompts = prefill_len[idx_mapping]
     first_tokens = query_start_loc[1 : num_requests + 1] - num_logits
@@ -104,7 +108,7 @@ def get_num_sampled_and_rejected(
     num_requests = len(idx_mapping)
     within_prompt = seq_lens[:num_requests] < prefill_len[idx_mapping]
     num_sampled[:num_requests][within_prompt] = 0
-    num_logits = np.diff(cu_num_logits[: num_requests + 1])
+    num_logits = lengths_between(cu_num_logits, idx_mapping)
     rejected = num_logits - num_sampled[:num_requests]
     num_rejected[:num_requests] = np.where(within_prompt, 0, rejected)
 
@@ -145,7 +149,7 @@ def post_update(
 
     num_computed_tokens[rows] -= num_rejected[kept]
     if query_start_loc is not None:
-        query_lens = np.diff(query_start_loc[: len(idx_mapping) + 1])
+        query_lens = lengths_between(query_start_loc, idx_mapping)
         num_computed_tokens[rows] += query_lens[kept]
 
 
@@ -155,7 +159,7 @@ def post_update_num_computed_tokens(
     query_start_loc: ndarray,  # [requests + 1 or more]
 ) -> None:
     """Advance the requests by a step's tokens, as a pipeline stage does that samples none."""
-    query_lens = np.diff(query_start_loc[: len(idx_mapping) + 1])
+    query_lens = lengths_between(query_start_loc, idx_mapping)
     num_computed_tokens[idx_mapping] += query_lens
 
 
@@ -166,7 +170,7 @@ def expand_idx_mapping(
     cu_num_logits: ndarray,  # [requests + 1]
 ) -> None:
     """The request row of each row of logits, and its index among that request's."""
-    requests, offsets = spans(np.diff(cu_num_logits[: len(idx_mapping) + 1]))
+    requests, offsets = spans(lengths_between(cu_num_logits, idx_mapping))
     expanded_idx_mapping[: len(requests)] = idx_mapping[requests]
     expanded_local_pos[: len(requests)] = offsets
 
@@ -185,7 +189,7 @@ def prepare_rope_positions(
     dimensions go on alike.
     """
     computed = num_computed_tokens[idx_mapping]
-    query_lens = np.diff(query_start_loc[: len(idx_mapping) + 1])
+    query_lens = lengths_between(query_start_loc, idx_mapping)
     requests, offsets = spans(query_lens)
     next_positions = computed + prefill_delta[idx_mapping]
     positions[:NUM_DIMS, : len(offsets)] = next_positions[requests] + offsets

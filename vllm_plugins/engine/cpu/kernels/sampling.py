@@ -7,7 +7,11 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import spans, unpacked
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import (
+    lengths_between,
+    spans,
+    unpacked,
+)
 
 
 def apply_min_p(
@@ -127,7 +131,7 @@ def prompt_logprobs_token_ids(
     all_token_ids: ndarray,  # [request rows, max_model_len]
 ) -> None:
     """The token that follows each token of a step."""
-    query_lens = np.diff(query_start_loc[: len(idx_mapping) + 1])
+    query_lens = lengths_between(query_start_loc, idx_mapping)
     requests, offsets = spans(query_lens)
     rows = idx_mapping[requests]
     columns = num_computed_tokens[rows] + 1 + offsets

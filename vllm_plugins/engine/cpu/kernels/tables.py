@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import table_at
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import lengths_between, table_at
 
 INT32_BYTES = 4
 
@@ -95,7 +95,7 @@ def compute_slot_mappings(
     """
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no kernels on the CPU")
-    query_lens = np.diff(query_start_loc[: len(idx_mapping) + 1])
+    query_lens = lengths_between(query_start_loc, idx_mapping)
     token_rows = np.repeat(idx_mapping, query_lens)
     num_tokens = len(token_rows)
     padding = token_rows < 0
