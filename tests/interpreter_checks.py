@@ -46,9 +46,8 @@ def same(run: Callable[[], Any], *kernels: str) -> Any:
 
 def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
-    from heads_folders import draft
+    from heads_folders import cp_head, draft
 
-    from vllm_ppd.heads.cp.module import CPHead
     from vllm_ppd.heads.dynamo.config import JointSettings
     from vllm_ppd.heads.dynamo.joint import candidates
     from vllm_ppd.kernels.sampling import Sampling
@@ -57,7 +56,7 @@ def heads() -> None:
     hidden = torch.randn(3, 48)
     first = torch.tensor([7, 299, 0])
     for condition in ("none", "recurrent"):
-        head = CPHead(48, positions=4, rank=3, condition=condition)
+        head = cp_head(48, 300, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
         same(

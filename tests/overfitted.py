@@ -76,7 +76,7 @@ def fit(
         # A random model's own distribution is nearly flat
         given.setdefault("distillation", 0.0)
     recipe = recipe_of(kind)(KINDS[kind].options(**given), target)
-    if kind in ("cp", "recurrent") and recipe.options.factorised:
+    if kind in ("cp", "recurrent"):
         recipe.start_from(iter([windows(sequences)]))
     groups = [
         {"params": group["params"], "lr": group["peak"]}

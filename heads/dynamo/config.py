@@ -12,15 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import (
-    ByTexts,
     Counts,
-    Number,
     Parts,
+    PartsByVocabulary,
     Setting,
     Share,
     Stored,
-    Work,
-    on_texts,
 )
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
@@ -130,28 +127,15 @@ class Row(Counts):
 
     eps_b: Share
     drafts_allowed: int = Field(ge=1, le=16)
-    alpha_c: Share | None = None  # earlier calibrations only had the heads' value
 
 
 class Rows(Stored):
     """Counts by back-off threshold and drafts."""
 
     rows: list[Row] = Field(min_length=1, max_length=4096)
-    repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
 
 
-class DynaMoParts(Parts):
-    """What `ppd calibrate` stores of token heads."""
-
-    likelihood: dict[str, Any] = Field(default_factory=dict)
-    dynamic: dict[str, Any] = Field(default_factory=dict)
-    acceptance: ByTexts[Rows]
-    vocabulary: dict[Number, Rows] = Field(default_factory=dict)
-    # Keys are values of alpha_c
-    mask: dict[Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")], Rows] = Field(
-        default_factory=dict
-    )
+DynaMoParts = PartsByVocabulary[Rows]
 
 
 class DynaMoConfig(HeadsConfig):
@@ -210,12 +194,9 @@ class DynaMoConfig(HeadsConfig):
         return {**super().recommended, "eps_b": self.sampling.eps_b}
 
     def describe(self) -> str:
-        masks = (
-            f"masks of order {', '.join(map(str, self.cooccurrence_entries))}"
-            if self.cooccurrence_entries
-            else ""
-        )
-        return f"T{self.tokens}, {masks or 'no masks'}"
+        orders = ", ".join(map(str, self.cooccurrence_entries))
+        masks = f"masks of order {orders}" if orders else "no masks"
+        return f"T{self.tokens}, {masks}"
 
     @property
     def max_drafts(self) -> int:
@@ -253,53 +234,18 @@ class DynaMoConfig(HeadsConfig):
                 }
         return shapes
 
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
-        """One layer per draft, which runs over every token, and one read of the LM head for all."""
-        return Work(layers=drafts, reads=vocabulary, rows=drafts)
-
-    def settings(self, parts: DynaMoParts, greedy: bool) -> Iterator[Setting]:
-        """A server takes the mask's power from the heads, so settings with another
-        power have no options for it.
+    def settings(self, parts: DynaMoParts) -> Iterator[Setting]:
+        """One layer per draft, which runs over every token, and one read of the LM head
+        for all.
         """
-        measured: list[tuple[int | None, Rows]] = [
-            (None, on_texts(parts.acceptance, greedy))
-        ]
-        measured += (
-            []
-            if greedy
-            else [
-                *parts.vocabulary.items(),
-                *((None, rows) for rows in parts.mask.values()),
-            ]
-        )
-        for size, by in measured:
+        for size, by in parts.by_vocabulary():
+            reads = 1.0 if size is None else size / self.target.vocab_size
             for row in by.rows:
-                n = row.drafts_allowed
-                cycles = max(row.cycles, 1)
-                alpha = row.alpha_c
-                alpha = self.sampling.alpha_c if alpha is None else alpha
-                sampling = self.sampling.model_dump() | {
-                    "eps_b": row.eps_b,
-                    "alpha_c": alpha,
+                sampling = self.sampling.model_dump() | {"eps_b": row.eps_b}
+                options = {
+                    "num_speculative_tokens": row.drafts_allowed,
+                    "draft_vocab_size": size,
+                    "sampling": sampling,
                 }
-                served = {"num_speculative_tokens": n, "eps_b": row.eps_b}
-                served |= {} if size is None else {"draft_vocab_size": size}
-                work = self.work(
-                    n, 1.0 if size is None else size / self.target.vocab_size
-                )
-                yield Setting(
-                    {
-                        "num_speculative_tokens": n,
-                        "draft_vocab_size": size,
-                        "sampling": sampling,
-                    },
-                    n,
-                    row.drafted / cycles,
-                    1 + row.accepted / cycles,
-                    work.layers,
-                    work.reads,
-                    work.rows,
-                    served=served if alpha == self.sampling.alpha_c else None,
-                )
+                length = 1 + row.accepted / max(row.cycles, 1)
+                yield Setting(options, length, row.drafts_allowed, reads)

@@ -15,10 +15,15 @@ from typing import Any, ClassVar, Literal
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, HeadsConfig, Shapes, TargetLayers
-from vllm_ppd.heads.cp.config import CPParts, settings_by_drafts
-from vllm_ppd.heads.measured import Parts, Setting, Work
+from vllm_ppd.heads.cp.config import (
+    ChainOptions,
+    CountsTokens,
+    CPParts,
+    settings_by_drafts,
+)
+from vllm_ppd.heads.measured import Parts, Setting
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(
@@ -39,17 +44,12 @@ class PublishedTarget(TargetLayers):
     num_hidden_layers: int = Field(0, ge=0, le=4096)  # 0: not recorded
 
 
-class RecurrentOptions(FullOptions):
+class RecurrentOptions(ChainOptions):
     """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear
     prediction of states.
     """
 
     kind: ClassVar[str] = "recurrent"
-    rank: ClassVar[int] = 1  # read by CP's recipe
-    layers: ClassVar[tuple[int, ...]] = ()
-    factorised: ClassVar[bool] = True
-    balance: ClassVar[float] = 0.0
-    base_start: ClassVar[str] = "trained"
 
     inner_size: int | None = Field(
         None,
@@ -64,35 +64,14 @@ class RecurrentOptions(FullOptions):
         False,
         description="normalise the target's state first, as in some of IBM's heads",
     )
-    optimizer: Literal["adamw", "muon"] = Field(
-        "muon",
-        description="Muon for projections and AdamW for the rest, or AdamW alone",
-    )
     start: Literal["ridge", "random"] = Field(
         "ridge",
         description="initial weights: a ridge regression of the target's later "
         "states, or random (IBM)",
     )
-    decay: float = Field(
-        0.8,
-        gt=0,
-        le=1,
-        description="weight of a draft's distillation, relative to that of the "
-        "previous draft",
-    )
-    train_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="train over the most frequent tokens of the data only, and draft "
-        "from them (0: all tokens)",
-    )
-
-    @property
-    def positions(self) -> int:
-        return self.num_speculative_tokens + 1
 
 
-class RecurrentConfig(HeadsConfig):
+class RecurrentConfig(CountsTokens, HeadsConfig):
     """n heads, each with a state computed from the previous state and token."""
 
     # Keys that are not read here are left unchanged
@@ -105,7 +84,6 @@ class RecurrentConfig(HeadsConfig):
     tensor_names: ClassVar[str] = (
         r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
     )
-    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
     files_beside: ClassVar[tuple[str, ...]] = (COUNTS_NAME,)
 
     verifier: str = Field(
@@ -140,10 +118,6 @@ class RecurrentConfig(HeadsConfig):
     )
     scale_input: bool = Field(
         False, description="the target's state is normalised and divided by sqrt(2)"
-    )
-    token_counts: bool = Field(
-        False,
-        description="the heads have token counts of a text, for a draft vocabulary",
     )
 
     @classmethod
@@ -211,6 +185,21 @@ class RecurrentConfig(HeadsConfig):
         return _width("inner_dim", self.inner_dim) or _width("emb_dim", self.emb_dim)
 
     @property
+    def gates(self) -> list[str]:
+        """The prefixes of the projections' names."""
+        return [f"{gate}_" for gate in GATES] if self.form == "sum_lstm" else [""]
+
+    @property
+    def embedding_gates(self) -> list[str]:
+        """The prefixes of the embeddings' names."""
+        return self.gates[:1] if self.tie_lstm_embs else self.gates
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of the norms, in the order in which they are applied."""
+        return ("cell_ln", "state_ln") if self.form == "sum_lstm" else ("ln",)
+
+    @property
     def stages(self) -> int:
         """The number of heads with separate weights."""
         return 1 if self.tie_weights else self.n_predict
@@ -235,10 +224,6 @@ class RecurrentConfig(HeadsConfig):
         """Tied heads may make more drafts than they were trained for."""
         return MOST_DRAFTS if self.tie_weights else self.n_predict
 
-    @property
-    def counts_tensor(self) -> str | None:
-        return "token_counts" if self.token_counts else None
-
     def describe(self) -> str:
         form = "LSTM" if self.form == "sum_lstm" else "MLP"
         tied = ", tied" if self.tie_weights else ""
@@ -246,31 +231,21 @@ class RecurrentConfig(HeadsConfig):
 
     def shapes(self) -> Shapes:
         width = self.inner
-        table = [self.vocab_size, self.inner]
-        read = [
-            [width, self.target.hidden_size if index == 0 else width]
-            for index in range(self.projections)
-        ]
-        lstm = self.form == "sum_lstm"
-        gates = [f"{gate}_" for gate in GATES] if lstm else [""]
-        shapes = {
-            f"{gate}proj.{index}.weight": shape
-            for gate in gates
-            for index, shape in enumerate(read)
-        }
+        table = [self.vocab_size, width]
+        shapes: Shapes = {}
+        for index in range(self.projections):
+            read = self.target.hidden_size if index == 0 else width
+            for gate in self.gates:
+                shapes[f"{gate}proj.{index}.weight"] = [width, read]
         for stage in range(self.stages):
-            shapes |= {
-                f"{gate}emb.{stage}.weight": table
-                for gate in gates[: 1 if self.tie_lstm_embs else None]
-            }
-            norms = product(
-                ("cell_ln", "state_ln") if lstm else ("ln",), ("weight", "bias")
-            )
-            shapes |= {f"{norm}.{stage}.{name}": [width] for norm, name in norms}
+            for gate in self.embedding_gates:
+                shapes[f"{gate}emb.{stage}.weight"] = table
+            for norm, name in product(self.norms, ("weight", "bias")):
+                shapes[f"{norm}.{stage}.{name}"] = [width]
             shapes[f"head.{stage}.weight"] = table
-        return shapes | (
-            {"token_counts": [self.vocab_size]} if self.token_counts else {}
-        )
+        if self.token_counts:
+            shapes["token_counts"] = [self.vocab_size]
+        return shapes
 
     def stored_names(self, tensor: str) -> Iterator[str]:
         """Names with or without IBM's prefix, or as the first of several layers; for
@@ -287,20 +262,16 @@ class RecurrentConfig(HeadsConfig):
         for prefix, at, inner in product(PREFIXES, indices, ("", ".0")):
             yield f"{prefix}{group}.{at}{inner}.{name}"
 
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
+    def settings(self, parts: CPParts) -> Iterator[Setting]:
+        return settings_by_drafts(parts, self.target.vocab_size, self.work)
+
+    def work(self, drafts: int) -> tuple[float, float]:
         """Per draft an LM head of the state's width and a projection; an LSTM has a
         projection for each gate.
         """
         share = self.inner / self.target.hidden_size
-        matrices = (4 if self.form == "sum_lstm" else 1) * (
-            share + (drafts - 1) * share**2
-        )
-        return Work(0, matrices, drafts * vocabulary * share)
-
-    def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
-        return settings_by_drafts(self, parts, greedy)
+        gates = len(GATES) if self.form == "sum_lstm" else 1
+        return gates * (share + (drafts - 1) * share**2), drafts * share
 
     def to_json(self) -> dict[str, Any]:
         theirs = {

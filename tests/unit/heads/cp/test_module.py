@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from heads_folders import draft, log_likelihood
+from heads_folders import cp_head, draft, log_likelihood
 from scipy.stats import chisquare
 
-from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.kernels.sampling import Sampling
 
@@ -21,15 +19,18 @@ RANK = 2
 VOCAB = 5
 SIZE = 6
 F64 = torch.float64
-# Whole classifiers, and factorised heads by what they read.
-FORMS = pytest.mark.parametrize("form", ["full", "none", "recurrent", "layers"])
+FORM: dict[str, dict[str, Any]] = {
+    "full": {"condition": "none", "factorised": False},
+    "none": {"condition": "none"},
+    "recurrent": {"condition": "recurrent"},
+    "layers": {"condition": "recurrent", "layers": (1,)},
+}
+FORMS = pytest.mark.parametrize("form", FORM)
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-        * scale
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=F64) * scale
 
 
 class Made:
@@ -38,26 +39,12 @@ class Made:
     """
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
-        condition: Any = {"full": "none", "layers": "recurrent"}.get(form, form)
-        self.factorised = form != "full"
-        layers = (1,) if form == "layers" else ()
-        self.size = SIZE * (1 + len(layers))  # of what is read of the target
-        self.head = CPHead(
-            SIZE,
-            positions,
-            RANK,
-            VOCAB,
-            self.factorised,
-            F64,
-            0,
-            condition,
-            5,
-            2,
-            layers=layers,
-        )
-        for seed, parameter in enumerate(self.head.parameters()):
-            parameter.data.copy_(seeded(*parameter.shape, seed=seed, scale=0.6))
-        self.unembedding = seeded(VOCAB, SIZE, seed=20) if self.factorised else None
+        shape = {"positions": positions, "rank": RANK, "inner_size": 5}
+        self.head = cp_head(SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]).double()
+        self.size = SIZE * (1 + len(self.head.layers))  # of what is read of the target
+        for seed, (_, weight) in enumerate(sorted(self.head.tensors().items())):
+            weight.data.copy_(seeded(*weight.shape, seed=seed, scale=0.6))
+        self.unembedding = None if form == "full" else seeded(VOCAB, SIZE, seed=20)
         self.bias = seeded(VOCAB, seed=8)
         self.embeddings = seeded(VOCAB, SIZE, seed=21, scale=0.3)
 
@@ -72,22 +59,11 @@ class Made:
         )
 
     def draft(
-        self,
-        hidden: torch.Tensor,
-        first: torch.Tensor,
-        sampling: Any = None,
-        seed: int = 11,
+        self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None
     ) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return draft(
-            self.head,
-            hidden,
-            first,
-            self.unembedding,
-            self.bias,
-            sampling,
-            self.embeddings,
-        )
+        torch.manual_seed(11)
+        read = (self.unembedding, self.bias, sampling, self.embeddings)
+        return draft(self.head, hidden, first, *read)
 
     @torch.no_grad()
     def conditional(
@@ -97,31 +73,30 @@ class Made:
         [d] and the tokens before.
         """
         head = self.head
-        weights = self.head.gate @ hidden[:SIZE]
-        read = self.embeddings[before[0]] if head.lead else None
-        if head.token_gate is not None and read is not None:
-            weights = weights + head.token_gate @ read
-        weights = weights.softmax(0)
+        named = {n.removeprefix("cp."): t for n, t in head.tensors().items()}
+        weights = named["gate"] @ hidden[:SIZE]
         recurrent = hidden[:SIZE]
-        if head.layers and head.recurrence is not None:
-            recurrent = recurrent + head.recurrence.fuse @ torch.cat(
-                [normed(state) for state in hidden.split(SIZE)]
-            )
+        if head.lead:
+            weights = weights + named["token_gate"] @ self.embeddings[before[0]]
+            named = {n.removeprefix("recurrence."): t for n, t in named.items()}
+        if head.layers:
+            blocks = torch.cat([normed(state) for state in hidden.split(SIZE)])
+            recurrent = recurrent + named["fuse"] @ blocks
+        weights = weights.softmax(0)
         for s, token in enumerate((*before[head.lead :], None)):
+            if head.lead:
+                embedded = self.embeddings[before[s]]
+                recurrent = recurrent_state(named, recurrent, embedded)
             factors = []
-            if head.recurrence is not None:
-                recurrent = recurrent_state(
-                    head.recurrence, recurrent, self.embeddings[before[s]]
-                )
             for expert in range(RANK):
-                if head.recurrence is not None and self.unembedding is not None:
-                    thin = head.recurrence.up[expert] @ head.recurrence.down[expert]
-                    logits = self.unembedding @ (recurrent + thin @ recurrent)
-                elif head.transforms is None or self.unembedding is None:
-                    assert head.classifiers is not None
-                    logits = head.classifiers[s, expert] @ hidden
+                if head.lead:
+                    thin = named["up"][expert] @ named["down"][expert] @ recurrent
+                    logits = self.unembedding @ (recurrent + thin)
+                elif self.unembedding is None:
+                    logits = named["classifiers"][s, expert] @ hidden
                 else:
-                    logits = self.unembedding @ (head.transforms[s, expert] @ hidden)
+                    state = named["transforms"][s, expert] @ hidden
+                    logits = self.unembedding @ state
                 factors.append((logits + self.bias).softmax(0))
             mixed = torch.stack(factors)
             if token is None:
@@ -136,15 +111,14 @@ def normed(vector: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent_state(
-    recurrence: Any, state: torch.Tensor, embedded: torch.Tensor
+    named: dict[str, torch.Tensor], state: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
     """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)]: [d]."""
-    matrix = torch.cat([recurrence.inner, recurrence.token], dim=1)
-    linear, gate, value = (matrix @ torch.cat([normed(state), normed(embedded)])).split(
-        [SIZE, 5, 5]
-    )
+    matrix = torch.cat([named["inner"], named["token"]], dim=1)
+    read = matrix @ torch.cat([normed(state), normed(embedded)])
+    linear, gate, value = read.split([SIZE, 5, 5])
     gated = gate * gate.sigmoid() * value
-    return state + linear + recurrence.outer @ gated
+    return state + linear + named["outer"] @ gated
 
 
 @FORMS
@@ -152,38 +126,29 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     """Position by position, whatever the chunk; and the gradients are those without chunks."""
     made = Made(form)
     hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
-    tokens = torch.randint(
-        VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6)
-    )
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=generator)
     drafts = made.draft(hidden, tokens[:, 0])
-    almost_greedy = made.draft(
-        hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6))
-    )
-    assert torch.equal(drafts, almost_greedy)
+    nearly_greedy = Sampling(torch.full((ROWS,), 1e-6))
+    assert torch.equal(drafts, made.draft(hidden, tokens[:, 0], nearly_greedy))
     gradients = []
     for chunk in (100, 1, 3):
         joint, chain = made.likelihood(hidden, tokens, chunk)
         torch.testing.assert_close(joint, chain.sum(1))
-        gradients.append(
-            torch.autograd.grad(
-                joint.sum() + chain[:, 1].sum(), [hidden, *made.head.parameters()]
-            )
-        )
+        total = joint.sum() + chain[:, 1].sum()
+        read = [hidden, *made.head.parameters()]
+        gradients.append(torch.autograd.grad(total, read))
         torch.testing.assert_close(gradients[-1], gradients[0])
-        with torch.no_grad():
-            torch.testing.assert_close(made.likelihood(hidden, tokens, chunk)[0], joint)
     for row in range(ROWS):
         text = tuple(tokens[row].tolist())
         state = hidden[row].detach()
         for s in range(made.head.lead, POSITIONS):
-            expected = made.conditional(state, text[:s])
-            torch.testing.assert_close(
-                chain[row, s - made.head.lead].detach().exp(), expected[text[s]]
-            )
+            expected = made.conditional(state, text[:s])[text[s]]
+            likelihood = chain[row, s - made.head.lead].detach().exp()
+            torch.testing.assert_close(likelihood, expected)
         drafted = text[:1]
         for _ in range(POSITIONS - 1):
-            expected = made.conditional(state, drafted)
-            drafted = (*drafted, int(expected.argmax()))
+            drafted = (*drafted, int(made.conditional(state, drafted).argmax()))
         assert tuple(drafts[row].tolist()) == drafted[1:]
 
 
