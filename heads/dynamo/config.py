@@ -211,10 +211,11 @@ class DynaMoConfig(HeadsConfig):
         return self.layer_tensors
 
     def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        from vllm_ppd.heads.dynamo.counts import check_counts
+        from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 
-        if self.cooccurrence_entries:
-            check_counts(tensors)
+        counts = CoOccurrence.from_tensors(tensors)
+        if counts is not None:
+            counts.check()
 
     def shapes(self) -> Shapes:
         shapes = {
