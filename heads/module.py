@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class NamedWeights(nn.Module):
         self, config: HeadsConfig, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__()
+        self.config: Any = config
         # The names of parameters cannot have dots.
         self.weights = nn.ParameterDict(
             {

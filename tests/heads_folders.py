@@ -164,15 +164,21 @@ def log_likelihood(
     )
 
 
-def cp_head(size: int, vocab: int = 64, seed: int = 0, **form: Any) -> CPHead:
-    """An untrained CP head of a form, for a target of some sizes; classifiers start at
-    zero.
-    """
+def cp_head(
+    size: int,
+    vocab: int,
+    seed: int = 0,
+    unembedding: torch.Tensor | None = None,
+    **form: Any,
+) -> CPHead:
+    """An untrained CP head of a form, for a target of some sizes."""
+    if unembedding is None:
+        unembedding = torch.zeros(vocab, size)
     target = TargetLayers(
         model_type="llama", hidden_size=size, vocab_size=vocab, num_hidden_layers=3
     )
     config = CPConfig(verifier="m", target=target, num_speculative_tokens=1, **form)
-    return CPHead(config, initial_tensors(config, torch.zeros(vocab, size), seed))
+    return CPHead(config, initial_tensors(config, unembedding, seed))
 
 
 @torch.no_grad()

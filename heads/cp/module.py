@@ -191,10 +191,10 @@ class CPHead(NamedWeights):
         """T_a^(s) e, or the recurrent states of the experts, ready for the target's LM
         head: [rows, factors, r, d].
         """
-        if context is None:
-            transforms = self.weight("transforms")
-            assert transforms is not None, "full classifiers have no states"
+        transforms = self.weight("transforms")
+        if transforms is not None:
             return _project(hidden, transforms)
+        assert context is not None, "a recurrent head reads tokens"
         recurrence = self.recurrence()
         dtype = self.gate.dtype
         state = recurrence.start(hidden.to(dtype))

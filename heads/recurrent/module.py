@@ -132,7 +132,6 @@ class RecurrentHead(NamedWeights):
         self, config: RecurrentConfig, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(config, tensors)
-        self.settings = config
         self.factors = config.n_predict
         self.positions = config.n_predict + 1
         # The draft vocabulary in training; None: all tokens
@@ -155,7 +154,7 @@ class RecurrentHead(NamedWeights):
     def recurrence(self) -> Recurrence:
         """The recurrence with the current parameters."""
         return Recurrence(
-            self.settings,
+            self.config,
             self.tensors(),
             torch_linear,
             lambda _, table: lambda tokens: functional.embedding(tokens, table),
@@ -176,7 +175,7 @@ class RecurrentHead(NamedWeights):
 
     def lm_head(self, position: int) -> torch.Tensor:
         """The matrix of head 0, 1, ..., [vocabulary or trained tokens, m]."""
-        stage = min(position, self.settings.stages - 1)
+        stage = min(position, self.config.stages - 1)
         matrix = self.weights[f"head/{stage}/weight"]
         return matrix if self.token_ids is None else matrix[self.token_ids]
 

@@ -88,7 +88,7 @@ class RecurrentRecipe(CPRecipe):
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Tables get learning rates in proportion to the size of their numbers."""
-        size = self.head.settings.inner**-0.5
+        size = self.head.config.inner**-0.5
         rates = {"proj": 1.0, "ln": 1.0, "emb": size, "head": size}
         if self.options.start == "ridge":
             unembedding = self.target.unembedding.detach().float()
