@@ -306,18 +306,14 @@ def mixtures(
     tokens: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
     """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
-    for position, raw in enumerate(
-        logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]
-    ):
+    first = tokens.shape[1] - logits.shape[1]
+    for position, raw in enumerate(logits.unbind(dim=1), start=first):
         factors = raw.float().log_softmax(-1)
         if position:
             yield mixture(log_weights, factors)
-        outside = tokens[:, position] < 0
-        token = tokens[:, position].clamp(min=0)
-        seen = factors.gather(
-            -1, token[:, None, None].expand(-1, factors.shape[1], 1)
-        ).squeeze(-1)
-        log_weights = posterior(log_weights, seen.masked_fill(outside[:, None], 0.0))
+        token = tokens[:, position, None]
+        seen = torch.take_along_dim(factors, token.clamp(min=0)[..., None], dim=-1)
+        log_weights = posterior(log_weights, seen.squeeze(-1).where(token >= 0, 0.0))
 
 
 def log_gate(

@@ -3,7 +3,6 @@
 the full recipe (section 3.1).
 """
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from heads_folders import cp_head
 from torch.nn import functional
 
 from vllm_ppd.heads.cp.config import Condition, CPOptions
-from vllm_ppd.heads.cp.recipe import CPRecipe, ridge_start
+from vllm_ppd.heads.cp.recipe import CPRecipe, ridge
 from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -49,24 +48,14 @@ def test_cost_of_a_condition(form: dict[str, Any], cost: tuple[float, float]) ->
 
 
 def test_ridge_finds_a_linear_model() -> None:
-    """The first transforms are the matrices that made the target's states from the one
-    that the head reads.
-    """
-    head, fresh = (
-        cp_head(SIZE, 8, positions=POSITIONS, rank=2, condition="none")
-        for _ in range(2)
-    )
     generator = torch.Generator().manual_seed(0)
-    made = torch.randn(POSITIONS, SIZE, SIZE, generator=generator)
-    made[0] = torch.eye(SIZE)
-    hidden = torch.randn(400, SIZE, generator=generator)
-    states = torch.stack([hidden @ matrix.T for matrix in made], dim=1)
-    unread = torch.zeros(400, POSITIONS - 1, SIZE)
-    ridge_start(head, [(states[:250], unread[:250]), (states[250:], unread[250:])])
-    name = "cp.transforms"
-    moved = head.tensors()[name] - fresh.tensors()[name] + torch.eye(SIZE)
-    expected = made[:, None].expand_as(moved)
-    torch.testing.assert_close(moved.detach(), expected, rtol=0.02, atol=0.02)
+    matrix = torch.randn(2 * SIZE, 5, generator=generator)
+    inputs = torch.randn(400, 2 * SIZE, generator=generator)
+    outputs = inputs @ matrix
+    parts = zip(inputs.split(250), outputs.split(250), strict=True)
+    solution, scale = ridge(parts, SIZE)
+    torch.testing.assert_close(solution.float(), matrix, rtol=0.02, atol=0.02)
+    assert scale == pytest.approx(float(outputs.square().mean() ** 0.5), rel=0.01)
 
 
 def recipe_of(model: Path, **options: Any) -> CPRecipe:
@@ -132,39 +121,33 @@ def test_loss_is_the_formula(
     recipe.eval()
     accepted = recipe.loss(batch)[1]["accepted"].tolist()
 
-    index_of = {int(token): index for index, token in enumerate(ids)}
     states = target.run(batch, layers)
-    final = states.final.view(3, 40, -1)
-    read = head.read(states).view(3, 40, -1)
-    log_p = functional.log_softmax(final @ target.unembedding.T, -1)
+    log_p = (states.final @ target.unembedding.T).log_softmax(-1).view(3, 40, -1)
+    hidden = head.read(states).view(3, 40, -1)[:, :36].flatten(0, 1)
+    text = batch.input_ids.unfold(1, 5, 1)[..., 1:].flatten(0, 1)
+    rows = torch.arange(3 * 36)
+    context = target.embed(text[:, :-1])
+    logits = head.logits(hidden, target.unembedding[ids], None, context)
+    weights = gates = head.log_weights(hidden, context)
     total = torch.zeros(())
     nll = torch.zeros(())
-    gates = []
-    right = [0, 0, 0]
-    for row, t in itertools.product(range(3), range(40 - 4)):
-        text = batch.input_ids[row, t + 1 : t + 5]
-        context = target.embed(text[None, :-1])
-        hidden = read[row, t][None]
-        logits = head.logits(hidden, target.unembedding[ids], None, context)
-        factors = logits[0].log_softmax(-1)
-        weights = head.log_weights(hidden, context)[0]
-        gates.append(weights)
-        alive = True
-        for index, s in enumerate(range(1 + head.lead, 5)):
-            mixed = torch.logsumexp(weights[:, None] + factors[index], 0)
-            best = log_p[row, t + s - 1].topk(5)
-            if s > 1:
-                alive = alive and int(ids[mixed.argmax()]) == int(best.indices[0])
-                right[s - 2] += alive
-            for value, token in zip(best.values, best.indices.tolist(), strict=True):
-                if token in index_of:
-                    share = 0.7 * 0.8**index * value.exp()
-                    total = total - share * mixed[index_of[token]]
-            place = index_of.get(int(text[s - 1]))
-            if place is not None:
-                nll = nll - mixed[place]
-                weights = torch.log_softmax(weights + factors[index, :, place], 0)
-    expected = (total + 0.3 * nll) / (3 * 36) + 0.1 * balance_loss(torch.stack(gates))
+    right = []
+    alive = torch.ones(len(rows), dtype=torch.bool)
+    for factor, s in enumerate(range(1 + head.lead, 5)):
+        factors = logits[:, factor].log_softmax(-1)
+        mixed = torch.logsumexp(weights[..., None] + factors, dim=1)
+        best = log_p[:, s - 1 : s + 35].flatten(0, 1).topk(5)
+        teacher = torch.zeros(len(rows), target.vocab_size)
+        teacher[rows[:, None], best.indices] = best.values.exp()
+        total = total - 0.7 * 0.8**factor * (teacher[:, ids] * mixed).sum()
+        if s > 1:
+            alive = alive & (ids[mixed.argmax(1)] == best.indices[:, 0])
+            right.append(int(alive.sum()))
+        seen, place = (text[:, s - 1, None] == ids).nonzero().unbind(1)
+        nll = nll - mixed[seen, place].sum()
+        moved = torch.log_softmax(weights[seen] + factors[seen, :, place], dim=-1)
+        weights = weights.index_copy(0, seen, moved)
+    expected = (total + 0.3 * nll) / len(rows) + 0.1 * balance_loss(gates)
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(figures["joint"], nll.detach(), rtol=1e-4, atol=1e-4)
     assert accepted == right
