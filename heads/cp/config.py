@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, Shapes
-from vllm_ppd.heads.measured import ByDrafts, Parts, PartsByVocabulary, Setting
+from vllm_ppd.heads.measured import ByDrafts, PartsByVocabulary, Setting
 from vllm_ppd.heads.text import Integers
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions
 
 CPParts = PartsByVocabulary[ByDrafts]
 Condition = Literal["none", "recurrent"]
@@ -121,7 +121,7 @@ class CPOptions(ChainOptions, Experts):
     paper) or one trained with it.
     """
 
-    kind: ClassVar[str] = "cp"
+    kind = "cp"
 
     balance: float = Field(
         0.1, ge=0, description="weight of the load-balancing loss (eq. 10)"
@@ -183,12 +183,12 @@ class CountsTokens(BaseModel):
 class CPConfig(CountsTokens, HeadsConfig, Experts):
     """A CP head of rank r over n positions."""
 
-    kind: ClassVar[str] = "cp"
-    architecture: ClassVar[str] = "CPHead"
-    method: ClassVar[str] = "cp"
-    options: ClassVar[type[TrainingOptions]] = CPOptions
-    parts: ClassVar[type[Parts]] = CPParts
-    tensor_names: ClassVar[str] = r"cp\.(gate|transforms|classifiers)$"
+    kind = "cp"
+    architecture = "CPHead"
+    method = "cp"
+    options = CPOptions
+    parts = CPParts
+    tensor_names = r"cp\.(gate|transforms|classifiers)$"
 
     positions: Positions
     rank: Rank

@@ -59,8 +59,6 @@ class CPRecipe(HeadsRecipe):
         self.token_counts: torch.Tensor | None = None
         self.state_size = 1.0  # root mean square of the target's states
         self.embedding_rate = 1.0
-        # Not a buffer: each run computes it from the data when it starts.
-        self.token_ids: torch.Tensor | None = None
         self.head = self.make_head().to(target.device)
 
     def make_head(self) -> Any:
@@ -98,7 +96,7 @@ class CPRecipe(HeadsRecipe):
 
     def use_vocabulary(self, token_ids: torch.Tensor) -> None:
         """Train over these tokens [tokens] alone."""
-        self.token_ids = token_ids.to(self.target.device)
+        self.head.token_ids = token_ids.to(self.target.device)
 
     @property
     def vocabulary(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -106,7 +104,7 @@ class CPRecipe(HeadsRecipe):
         them; their rows of the LM head [tokens, d]; its bias.
         """
         target = self.target
-        ids = self.token_ids
+        ids = self.head.token_ids
         unembedding = target.unembedding.detach()
         bias = target.bias
         if ids is None:
@@ -282,7 +280,7 @@ class CPRecipe(HeadsRecipe):
         for name in ("next_token", "distilled"):
             if name in counts:
                 figures[f"{name}_nats"] = mean(name)
-        if self.token_ids is not None:
+        if head.token_ids is not None:
             figures["tokens_in_vocabulary"] = round(mean("known", 8) / head.factors, 4)
         return figures
 

@@ -6,20 +6,19 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import (
     Counts,
-    Parts,
     PartsByVocabulary,
     Setting,
     Share,
     Stored,
 )
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,7 +89,7 @@ class DynaMoOptions(FullOptions):
     counts of the same data.
     """
 
-    kind: ClassVar[str] = "dynamo"
+    kind = "dynamo"
 
     learning_rate: float = Field(
         1e-3, gt=0, description="LR_M, peak learning rate of the token heads (Table 5)"
@@ -143,13 +142,13 @@ class DynaMoConfig(HeadsConfig):
     their mask.
     """
 
-    kind: ClassVar[str] = "dynamo"
-    architecture: ClassVar[str] = "DynaMoHeads"
-    method: ClassVar[str] = "dynamo"
-    options: ClassVar[type[TrainingOptions]] = DynaMoOptions
-    parts: ClassVar[type[Parts]] = DynaMoParts
-    tensor_names: ClassVar[str] = r"head\.\d+\.|cooccurrence\."
-    counts: ClassVar[tuple[str, ...]] = ("cooccurrence.",)
+    kind = "dynamo"
+    architecture = "DynaMoHeads"
+    method = "dynamo"
+    options = DynaMoOptions
+    parts = DynaMoParts
+    tensor_names = r"head\.\d+\.|cooccurrence\."
+    counts = ("cooccurrence.",)
 
     tokens: int = Field(
         ge=2, le=4, description="n: tokens of the joint; head 1 is the target"

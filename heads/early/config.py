@@ -6,7 +6,7 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,7 @@ Rates = dict[Number, dict[str, list[Share]]]  # k -> form -> rate of each layer
 class EarlyOptions(TrainingOptions):
     """`ppd train early`: a head at every exit layer, all in one pass over a frozen target."""
 
-    kind: ClassVar[str] = "early"
+    kind = "early"
 
     learning_rate: float = Field(
         5e-3,
@@ -96,12 +96,12 @@ class EarlyConfig(HeadsConfig):
     (PPD, rows "Y").
     """
 
-    kind: ClassVar[str] = "early"
-    architecture: ClassVar[str] = "EarlyHeads"
-    method: ClassVar[str] = "ppd"
-    options: ClassVar[type[TrainingOptions]] = EarlyOptions
-    parts: ClassVar[type[Parts]] = EarlyParts
-    tensor_names: ClassVar[str] = r"exit\.\d+\.(transform|classifier)$"
+    kind = "early"
+    architecture = "EarlyHeads"
+    method = "ppd"
+    options = EarlyOptions
+    parts = EarlyParts
+    tensor_names = r"exit\.\d+\.(transform|classifier)$"
 
     exit_layers: Layers = Field(
         min_length=1, description="exit layers that have a head"

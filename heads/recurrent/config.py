@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
@@ -21,9 +21,8 @@ from vllm_ppd.heads.cp.config import (
     CPParts,
     settings_by_drafts,
 )
-from vllm_ppd.heads.measured import Parts, Setting
+from vllm_ppd.heads.measured import Setting
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(
@@ -49,7 +48,7 @@ class RecurrentOptions(ChainOptions):
     prediction of states.
     """
 
-    kind: ClassVar[str] = "recurrent"
+    kind = "recurrent"
 
     inner_size: int | None = Field(
         None,
@@ -76,15 +75,13 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
 
     # Keys that are not read here are left unchanged
     model_config = ConfigDict(extra="allow")
-    kind: ClassVar[str] = "recurrent"
-    architecture: ClassVar[str] = ARCHITECTURES[0]
-    method: ClassVar[str] = "recurrent"
-    options: ClassVar[type[TrainingOptions]] = RecurrentOptions
-    parts: ClassVar[type[Parts]] = CPParts
-    tensor_names: ClassVar[str] = (
-        r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
-    )
-    files_beside: ClassVar[tuple[str, ...]] = (COUNTS_NAME,)
+    kind = "recurrent"
+    architecture = ARCHITECTURES[0]
+    method = "recurrent"
+    options = RecurrentOptions
+    parts = CPParts
+    tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
+    files_beside = (COUNTS_NAME,)
 
     verifier: str = Field(
         "",

@@ -134,8 +134,6 @@ class RecurrentHead(NamedWeights):
         super().__init__(config, tensors)
         self.factors = config.n_predict
         self.positions = config.n_predict + 1
-        # The draft vocabulary in training; None: all tokens
-        self.token_ids: torch.Tensor | None = None
 
     def read(self, states: TargetStates) -> torch.Tensor:
         """The target's final states [rows, d]."""

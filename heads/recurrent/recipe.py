@@ -43,10 +43,6 @@ class RecurrentRecipe(CPRecipe):
                 tensors[name].normal_(std=config.inner**-0.5, generator=generator)
         return RecurrentHead(config, tensors)
 
-    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
-        super().use_vocabulary(token_ids)
-        self.head.token_ids = self.token_ids
-
     @torch.no_grad()
     def solve(self, rows: Iterable[Rows]) -> None:
         """Set the weights so that a state is [u, -u] with u = A s + B E[x] nearest to
