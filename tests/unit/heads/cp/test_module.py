@@ -8,6 +8,7 @@ import torch
 from heads_folders import cp_head, draft, log_likelihood
 from scipy.stats import chisquare
 
+from vllm_ppd.heads.module import in_chunks
 from vllm_ppd.kernels.sampling import Sampling
 
 ROWS = 7
@@ -84,18 +85,15 @@ class Made:
             if head.lead:
                 embedded = self.embeddings[before[s]]
                 recurrent = recurrent_state(named, recurrent, embedded)
-            factors = []
-            for expert in range(RANK):
-                if head.lead:
-                    thin = named["up"][expert] @ named["down"][expert] @ recurrent
-                    logits = self.unembedding @ (recurrent + thin)
-                elif self.unembedding is None:
-                    logits = named["classifiers"][s, expert] @ hidden
-                else:
-                    state = named["transforms"][s, expert] @ hidden
-                    logits = self.unembedding @ state
-                factors.append((logits + self.bias).softmax(0))
-            mixed = torch.stack(factors)
+            if head.lead:
+                states = recurrent + named["up"] @ named["down"] @ recurrent
+            elif self.unembedding is not None:
+                states = named["transforms"][s] @ hidden
+            if self.unembedding is None:
+                logits = named["classifiers"][s] @ hidden
+            else:
+                logits = states @ self.unembedding.T
+            mixed = (logits + self.bias).softmax(-1)
             if token is None:
                 return weights @ mixed
             weights = weights * mixed[:, token]
@@ -180,36 +178,34 @@ def test_sampled_drafts_follow_the_formula(
     assert chisquare(counts[possible], expected[possible]).pvalue > 1e-3
 
 
-def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass computes those of each chunk again."""
-    made = Made("full", 3)
-    rows: list[int] = []
-    whole = made.head.logits
+def test_chunks_are_computed_one_by_one_and_again_in_the_backward_pass() -> None:
+    sizes = []
 
-    def watched(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows.append(len(hidden))
-        return whole(hidden, *args)
+    def watched(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return rows.sin()
 
-    monkeypatch.setattr(made.head, "logits", watched)
-    tokens = torch.zeros(7, 3, dtype=torch.int64)
-    joint, _ = made.likelihood(seeded(7, SIZE, seed=5), tokens, chunk=3)
-    assert rows == [3, 3, 1]
-    joint.sum().backward()
-    assert sorted(rows) == [1, 1, 3, 3, 3, 3]
+    rows = seeded(7, 3).requires_grad_()
+    result = in_chunks(watched, 3, rows)
+    assert torch.equal(result, rows.sin()) and sizes == [3, 3, 1]
+    (gradient,) = torch.autograd.grad(result.sum(), rows)
+    torch.testing.assert_close(gradient, rows.cos())
+    assert sorted(sizes) == [1, 1, 3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("form", ["full", "none"])
-def test_fresh_experts_stand_near_the_targets_head_but_apart(form: str) -> None:
+def test_fresh_experts_stand_near_the_targets_head_but_apart(
+    form: str, rank: int
+) -> None:
+    """A single expert is the target's head."""
     hidden = torch.randn(50, 64)
     unembedding = torch.randn(30, 64)
-    head = cp_head(64, 30, 0, unembedding, positions=2, rank=3, **FORM[form])
+    head = cp_head(64, 30, 0, unembedding, positions=2, rank=rank, **FORM[form])
     logits = head.logits(hidden, unembedding)
-    noise = logits - hidden.matmul(unembedding.T)[:, None, None]
-    assert noise.norm() < 0.02 * logits.norm()
-    assert not torch.equal(logits[:, 0, 0], logits[:, 0, 1])
+    noise = logits - (hidden @ unembedding.T)[:, None, None]
+    assert noise.norm() < (0.02 if rank > 1 else 1e-5) * logits.norm()
     # The balance loss starts from experts that share the tokens, not from a tie.
-    assert len(head.log_weights(hidden).argmax(-1).unique()) == 3
-    alone = cp_head(64, 30, 0, unembedding, positions=2, rank=1, **FORM[form])
-    logits = alone.logits(hidden, unembedding)
-    expected = hidden.matmul(unembedding.T)[:, None, None].expand(-1, 2, 1, -1)
-    torch.testing.assert_close(logits, expected)
+    assert len(head.log_weights(hidden).argmax(-1).unique()) == rank
+    if rank > 1:
+        assert not torch.equal(logits[:, 0, 0], logits[:, 0, 1])
