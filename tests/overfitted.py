@@ -42,8 +42,16 @@ def fit(
 ) -> Path:
     """Train heads of a kind on token sequences and write their folder."""
     torch.manual_seed(0)
-    target = Target(str(model), torch.device("cpu"), torch.float32)
-    given = {"model": str(model), "data": ("-",), "out": str(out)}
+    target = Target(
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+    )
+    given = {
+        "model": str(model),
+        "data": ("-",),
+        "out": str(out),
+    }
     if kind == "dynamo":
         # A random model's own distribution is nearly flat
         options = {"distillation": 0.0, **options}
@@ -72,5 +80,9 @@ def fit(
         recipe.cooccurrence = CoOccurrence.from_tokens(
             chunks, target.vocab_size, recipe.options.tokens
         )
-    save_heads(out, recipe.config(), recipe.tensors())
+    save_heads(
+        out,
+        recipe.config(),
+        recipe.tensors(),
+    )
     return out

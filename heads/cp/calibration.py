@@ -66,18 +66,30 @@ def drafted(
                     hidden[rows], target.unembedding, target.bias, context
                 )
                 weights = head.log_weights(hidden[rows], context)
-            log_qs = mixtures(logits[..., ids], weights, index_of[following])
+            log_qs = mixtures(
+                logits[..., ids],
+                weights,
+                index_of[following],
+            )
             by_draft = []
             for draft, log_q in enumerate(log_qs):
                 states_there = final[places[rows, draft]]
                 log_p = logits_at(target, states_there, temperature).log_softmax(-1)
                 log_q = (log_q / (temperature or 1.0)).log_softmax(-1)
                 outside = torch.full_like(log_p, -torch.inf)
-                whole = outside.index_copy(1, ids, log_q.to(log_p.dtype))
+                whole = outside.index_copy(
+                    1,
+                    ids,
+                    log_q.to(log_p.dtype),
+                )
                 text = following[:, draft + 1]
                 by_draft.append(acceptance(log_p, whole, text, temperature))
             chances.append(torch.stack(by_draft, dim=1).cpu())
-    accept = torch.cat(chances).view(-1, steps, drafts)
+    accept = torch.cat(chances).view(
+        -1,
+        steps,
+        drafts,
+    )
     lengths = texts.lengths.cpu()
     return [replay(accept[:, :, :n], lengths) for n in range(1, drafts + 1)]
 

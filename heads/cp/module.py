@@ -30,7 +30,11 @@ NOISE = 0.01
 
 def normed(states: torch.Tensor) -> torch.Tensor:
     """RMSNorm without weights, which the following matrices include."""
-    return functional.rms_norm(states, states.shape[-1:], eps=1e-6)
+    return functional.rms_norm(
+        states,
+        states.shape[-1:],
+        eps=1e-6,
+    )
 
 
 class Recurrence:
@@ -178,7 +182,12 @@ class CPHead(NamedWeights):
         """log w before the first factor (eq. 7): [rows, r]."""
         token = None if context is None else context[:, 0]
         final = hidden[:, : self.gate.shape[1]]
-        return log_gate(final, self.gate, token, self.weight("token_gate"))
+        return log_gate(
+            final,
+            self.gate,
+            token,
+            self.weight("token_gate"),
+        )
 
     def recurrence(self) -> Recurrence:
         """The recurrence with the current parameters."""
@@ -237,11 +246,21 @@ class CPHead(NamedWeights):
         The logits of all rows never exist at once: the forward pass keeps what the
         backward needs (factorised), or the backward computes each chunk's again (full).
         """
-        index = tokens[:, :, None].expand(-1, -1, self.rank, -1)
+        index = tokens[:, :, None].expand(
+            -1,
+            -1,
+            self.rank,
+            -1,
+        )
         if self.weight("classifiers") is None:
             assert unembedding is not None
             states = self.states(hidden, context).flatten(0, 2)
-            flat = token_log_probs(states, index.flatten(0, 2), unembedding, bias)
+            flat = token_log_probs(
+                states,
+                index.flatten(0, 2),
+                unembedding,
+                bias,
+            )
             return flat.view(index.shape)
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -312,7 +331,11 @@ def mixtures(
         if position:
             yield mixture(log_weights, factors)
         token = tokens[:, position, None]
-        seen = torch.take_along_dim(factors, token.clamp(min=0)[..., None], dim=-1)
+        seen = torch.take_along_dim(
+            factors,
+            token.clamp(min=0)[..., None],
+            dim=-1,
+        )
         log_weights = posterior(log_weights, seen.squeeze(-1).where(token >= 0, 0.0))
 
 

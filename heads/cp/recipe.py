@@ -193,7 +193,11 @@ class CPRecipe(HeadsRecipe):
         # The tokens to learn, the text's first: [rows, factors, 1 + k]
         wanted = tokens[:, head.lead :, None]
         # Position s is sampled from the state s - 1 rows later.
-        later = torch.arange(head.lead, head.positions, device=rows.device)
+        later = torch.arange(
+            head.lead,
+            head.positions,
+            device=rows.device,
+        )
         at = rows[:, None] + later
         if states.top_ids is not None:
             wanted = torch.cat([wanted, states.top_ids[at]], dim=-1)
@@ -252,12 +256,21 @@ class CPRecipe(HeadsRecipe):
         """
         head = self.head
         index_of, unembedding, bias = self.vocabulary
-        later = torch.arange(1, head.positions, device=rows.device)
+        later = torch.arange(
+            1,
+            head.positions,
+            device=rows.device,
+        )
         greedy = self.greedy_tokens(states, rows[:, None] + later)
         drafts = []
         for part in torch.arange(len(rows)).split(self._rows_at_once(unembedding)):
             read = hidden[part], None if context is None else context[part]
-            logits = head.logits(read[0], unembedding, bias, read[1])
+            logits = head.logits(
+                read[0],
+                unembedding,
+                bias,
+                read[1],
+            )
             weights = head.log_weights(*read)
             log_q = mixtures(logits, weights, index_of[tokens[part]])
             drafts.append(torch.stack([q.argmax(-1) for q in log_q], dim=1))

@@ -62,7 +62,11 @@ def drafted(
             texts.reading(s, windows) for s in head_states(calibration, heads, windows)
         )
         log_p = []
-        flat = zip(final.split(size), generated.flatten().split(size), strict=True)
+        flat = zip(
+            final.split(size),
+            generated.flatten().split(size),
+            strict=True,
+        )
         for rows, token in flat:
             log_probs = logits_at(target, rows, temperature).log_softmax(-1)
             log_p.append(log_probs.gather(1, token[:, None]))
@@ -91,7 +95,11 @@ def drafted(
     lengths = texts.lengths.cpu()
     measured = {}
     for key in keys:
-        accept = torch.cat(chances[key]).view(-1, steps, key[1])
+        accept = torch.cat(chances[key]).view(
+            -1,
+            steps,
+            key[1],
+        )
         limit = torch.cat(limits[key]).view(-1, steps)
         measured[key] = replay(accept, lengths, limit)
     return measured

@@ -46,7 +46,12 @@ class JointSettings(BaseModel):
     )
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
-    k: int = Field(50, ge=1, le=128, description="top-k of each head")
+    k: int = Field(
+        50,
+        ge=1,
+        le=128,
+        description="top-k of each head",
+    )
     alpha_c: float = Field(
         1.0,
         ge=0,

@@ -46,7 +46,12 @@ class JointChoice:
         """The joint of each order from 1, [rows, k_1, ..., k_m]: penalised, and
         thresholded in rows of that order.
         """
-        return cut(self.uncut, self.likeliest, self.blur, self.adaptive)
+        return cut(
+            self.uncut,
+            self.likeliest,
+            self.blur,
+            self.adaptive,
+        )
 
     @property
     def order(self) -> torch.Tensor:
@@ -72,7 +77,11 @@ class JointChoice:
         inside = torch.ones_like(tokens[:, 0], dtype=torch.bool)
         result = []
         for position, ids in enumerate(self.top.token_ids[1:], start=1):
-            q = conditional(self.joints, self.order, places[:, :position])
+            q = conditional(
+                self.joints,
+                self.order,
+                places[:, :position],
+            )
             hit = ids == tokens[:, position, None]
             place = hit.int().argmax(dim=1)
             places[:, position] = place
@@ -103,7 +112,11 @@ class Candidates(NamedTuple):
         """Thresholds, repetition penalty and the choice of n."""
         first = self.top.first_token
         heads = None if most is None else most - (first is not None)
-        top = Top(self.top.scores[:heads], self.top.ids[:heads], first)
+        top = Top(
+            self.top.scores[:heads],
+            self.top.ids[:heads],
+            first,
+        )
         if eps_b is None:
             eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
         eps_b = eps_b.float()
@@ -123,7 +136,11 @@ class Candidates(NamedTuple):
             if first is not None:
                 # The token is already emitted, so it is not penalised.
                 seen[0] = torch.zeros_like(seen[0])
-        eps = torch.where(eps_b.isnan(), settings.eps_b, eps_b)
+        eps = torch.where(
+            eps_b.isnan(),
+            settings.eps_b,
+            eps_b,
+        )
         sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)
         joints = []
         for m, uncut in enumerate(self.uncut[:most], start=1):

@@ -120,7 +120,11 @@ class DynaMoRecipe(HeadsRecipe):
                     loss = torch.lerp(loss, distilled, options.distillation)
                 if not self.training:
                     best, _ = top_log_probs(hidden, 1, unembedding, target.bias)
-                    drafts = torch.full_like(valid, -1, dtype=torch.int64)
+                    drafts = torch.full_like(
+                        valid,
+                        -1,
+                        dtype=torch.int64,
+                    )
                     drafts[rows] = best[:, 0]
                     drafted.append(drafts)
             if token > 1 or self.full:
@@ -128,7 +132,11 @@ class DynaMoRecipe(HeadsRecipe):
             counts[f"rows.{token}"] = torch.tensor(len(rows), device=loss.device)
         starts = batch.ahead(options.tokens)[1].nonzero()
         if drafted and len(starts):
-            later = torch.arange(1, options.tokens, device=starts.device)
+            later = torch.arange(
+                1,
+                options.tokens,
+                device=starts.device,
+            )
             greedy = self.greedy_tokens(states, starts + later)
             counts |= accepted_counts(
                 torch.stack(drafted, dim=1)[starts[:, 0]] == greedy

@@ -69,12 +69,22 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
                 else:
                     logits = logits_at(target, read, temperature)
                 rank = (logits > logits.gather(1, wanted[:, None])).sum(1)
-                chance = acceptance(log_p, logits.log_softmax(-1), wanted, temperature)
+                chance = acceptance(
+                    log_p,
+                    logits.log_softmax(-1),
+                    wanted,
+                    temperature,
+                )
                 by_layer.append(torch.stack([rank.float(), chance]).cpu())
             read_there.append(torch.stack(by_layer))
     ranks, accept = torch.cat(read_there, dim=-1).unbind(1)
     shape = (len(layers), *texts.generated.shape)
-    return Exits(layers, ranks.view(shape), accept.view(shape), texts.lengths.cpu())
+    return Exits(
+        layers,
+        ranks.view(shape),
+        accept.view(shape),
+        texts.lengths.cpu(),
+    )
 
 
 def matches(calibration: Calibration) -> Matches:
@@ -95,7 +105,11 @@ def matches(calibration: Calibration) -> Matches:
         k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]}
         for k in KS
     }
-    return Matches(layers=list(greedy.layers), match=rates, acceptance=by_texts)
+    return Matches(
+        layers=list(greedy.layers),
+        match=rates,
+        acceptance=by_texts,
+    )
 
 
 PARTS = {"timing": Calibration.timing, "matches": matches}

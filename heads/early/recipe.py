@@ -56,7 +56,11 @@ class EarlyRecipe(HeadsRecipe):
             self._classifiers if self.heads.form == "classifier" else self._transforms
         )
         hidden = {layer: states.exits[layer][rows] for layer in exits}
-        loss, match = read(hidden, final, following[rows, 0])
+        loss, match = read(
+            hidden,
+            final,
+            following[rows, 0],
+        )
         counts = {"rows": torch.tensor(len(rows), device=rows.device)}
         for index, layer in enumerate(exits):
             counts[f"match.{layer}"] = match[index].sum()
@@ -86,14 +90,23 @@ class EarlyRecipe(HeadsRecipe):
             [self.heads(hidden, layer) for layer, hidden in exits.items()]
         )
         shape = students.shape[:2]
-        match = torch.zeros(shape, dtype=torch.bool, device=students.device)
+        match = torch.zeros(
+            shape,
+            dtype=torch.bool,
+            device=students.device,
+        )
         if self.options.loss == "kl" or not self.training:
             loss, match = kl_to_teacher(
                 students, final, unembedding, bias, compare=not self.training
             )
         if self.options.loss == "ce":
             tokens = following.repeat(len(students))
-            log_q = token_log_probs(students.flatten(0, 1), tokens, unembedding, bias)
+            log_q = token_log_probs(
+                students.flatten(0, 1),
+                tokens,
+                unembedding,
+                bias,
+            )
             loss = -log_q.view(shape)
         return loss, match
 
@@ -121,7 +134,11 @@ class EarlyRecipe(HeadsRecipe):
             if cross_entropy and self.training:
                 return torch.stack([loss, torch.zeros_like(loss)], dim=1)
             with torch.no_grad():
-                logits = functional.linear(final.to(head.dtype), head, target.bias)
+                logits = functional.linear(
+                    final.to(head.dtype),
+                    head,
+                    target.bias,
+                )
                 log_p = logits.float().log_softmax(-1)
             if not cross_entropy:
                 loss = (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -98,7 +98,11 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
             "number of heads, which is the number of drafts they were trained for"
         )
     )
-    vocab_size: int = Field(ge=1, le=1 << 26, description="tokens")
+    vocab_size: int = Field(
+        ge=1,
+        le=1 << 26,
+        description="tokens",
+    )
     emb_dim: Width = Field(
         description="width of the target's states (IBM), or of embeddings (Arctic)"
     )

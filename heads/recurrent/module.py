@@ -147,7 +147,11 @@ class RecurrentHead(NamedWeights):
         self, hidden: torch.Tensor, context: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Log weights of a mixture of one expert: [rows, 1] zeros."""
-        return hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
+        return hidden.new_zeros(
+            len(hidden),
+            1,
+            dtype=torch.float32,
+        )
 
     def recurrence(self) -> Recurrence:
         """The recurrence with the current parameters."""
@@ -167,7 +171,11 @@ class RecurrentHead(NamedWeights):
         state = recurrence.start(hidden.to(self.lm_head(0).dtype))
         outputs = []
         for position in range(self.factors):
-            state = recurrence.advance(position, state, context[:, position])
+            state = recurrence.advance(
+                position,
+                state,
+                context[:, position],
+            )
             outputs.append(state.output)
         return torch.stack(outputs, dim=1)
 

@@ -85,7 +85,12 @@ class RecurrentRecipe(CPRecipe):
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Tables get learning rates in proportion to the size of their numbers."""
         size = self.head.config.inner**-0.5
-        rates = {"proj": 1.0, "ln": 1.0, "emb": size, "head": size}
+        rates = {
+            "proj": 1.0,
+            "ln": 1.0,
+            "emb": size,
+            "head": size,
+        }
         if self.options.start == "ridge":
             unembedding = self.target.unembedding.detach().float()
             rates["head"] = float(unembedding.square().mean().sqrt())

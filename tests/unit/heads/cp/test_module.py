@@ -44,7 +44,12 @@ class Made:
             weight.data.copy_(seeded(*weight.shape, seed=seed, scale=0.6))
         self.unembedding = None if form == "full" else seeded(VOCAB, SIZE, seed=20)
         self.bias = seeded(VOCAB, seed=8)
-        self.embeddings = seeded(VOCAB, SIZE, seed=21, scale=0.3)
+        self.embeddings = seeded(
+            VOCAB,
+            SIZE,
+            seed=21,
+            scale=0.3,
+        )
 
     def likelihood(
         self, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int = 64
@@ -122,7 +127,11 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     made = Made(form)
     hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
     generator = torch.Generator().manual_seed(6)
-    tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=generator)
+    tokens = torch.randint(
+        VOCAB,
+        (ROWS, POSITIONS),
+        generator=generator,
+    )
     drafts = made.draft(hidden, tokens[:, 0])
     nearly_greedy = Sampling(torch.full((ROWS,), 1e-6))
     assert torch.equal(drafts, made.draft(hidden, tokens[:, 0], nearly_greedy))
@@ -158,17 +167,30 @@ def test_sampled_drafts_follow_the_formula(
     made = Made(form, 3)
     draws = 20_000
     first = 3
-    hidden = seeded(1, SIZE, seed=5, scale=0.2)
+    hidden = seeded(
+        1,
+        SIZE,
+        seed=5,
+        scale=0.2,
+    )
     sampling = Sampling(
         torch.full((draws,), temperature), torch.full((draws,), float(top_k))
     )
-    tokens = made.draft(hidden.expand(draws, -1), torch.full((draws,), first), sampling)
+    tokens = made.draft(
+        hidden.expand(draws, -1),
+        torch.full((draws,), first),
+        sampling,
+    )
 
     def cut(before: tuple[int, ...]) -> torch.Tensor:
         best = made.conditional(hidden[0], before).topk(top_k)
         sharpened = best.values ** (1 / temperature)
         whole = torch.zeros(VOCAB, dtype=F64)
-        return whole.scatter(0, best.indices, sharpened / sharpened.sum())
+        return whole.scatter(
+            0,
+            best.indices,
+            sharpened / sharpened.sum(),
+        )
 
     second = cut((first,))
     expected = torch.cat([second[x] * cut((first, x)) for x in range(VOCAB)]) * draws
@@ -201,7 +223,15 @@ def test_fresh_experts_stand_near_the_targets_head_but_apart(
     """A single expert is the target's head."""
     hidden = torch.randn(50, 64)
     unembedding = torch.randn(30, 64)
-    head = cp_head(64, 30, 0, unembedding, positions=2, rank=rank, **FORM[form])
+    head = cp_head(
+        64,
+        30,
+        0,
+        unembedding,
+        positions=2,
+        rank=rank,
+        **FORM[form],
+    )
     logits = head.logits(hidden, unembedding)
     noise = logits - (hidden @ unembedding.T)[:, None, None]
     assert noise.norm() < (0.02 if rank > 1 else 1e-5) * logits.norm()

@@ -21,7 +21,12 @@ from vllm_ppd.kernels.cp_mixture import balance_loss
 
 POSITIONS = 4
 SIZE = 6
-GIVEN: dict[str, Any] = {"data": ("-",), "out": "-", "rank": 2, "positions": POSITIONS}
+GIVEN: dict[str, Any] = {
+    "data": ("-",),
+    "out": "-",
+    "rank": 2,
+    "positions": POSITIONS,
+}
 FULL: dict[str, Any] = {
     "recipe": "full",
     "condition": "none",
@@ -43,31 +48,70 @@ FULL: dict[str, Any] = {
 )
 def test_cost_of_a_condition(form: dict[str, Any], cost: tuple[float, float]) -> None:
     given = {"condition": "recurrent", "expert_rank": SIZE} | form
-    head = cp_head(SIZE, 8, positions=4, rank=2, **given)
+    head = cp_head(
+        SIZE,
+        8,
+        positions=4,
+        rank=2,
+        **given,
+    )
     assert head.config.work(3) == cost
 
 
 def test_ridge_finds_a_linear_model() -> None:
     generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(2 * SIZE, 5, generator=generator)
-    inputs = torch.randn(400, 2 * SIZE, generator=generator)
+    matrix = torch.randn(
+        2 * SIZE,
+        5,
+        generator=generator,
+    )
+    inputs = torch.randn(
+        400,
+        2 * SIZE,
+        generator=generator,
+    )
     outputs = inputs @ matrix
-    parts = zip(inputs.split(250), outputs.split(250), strict=True)
+    parts = zip(
+        inputs.split(250),
+        outputs.split(250),
+        strict=True,
+    )
     solution, scale = ridge(parts, SIZE)
-    torch.testing.assert_close(solution.float(), matrix, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        solution.float(),
+        matrix,
+        rtol=0.02,
+        atol=0.02,
+    )
     assert scale == pytest.approx(float(outputs.square().mean() ** 0.5), rel=0.01)
 
 
 def recipe_of(model: Path, **options: Any) -> CPRecipe:
-    made = CPOptions(**{**GIVEN, "model": str(model), **options})
+    made = CPOptions(
+        **{
+            **GIVEN,
+            "model": str(model),
+            **options,
+        }
+    )
     trainable = made.recipe == "full"
-    target = Target(str(model), torch.device("cpu"), torch.float32, trainable=trainable)
+    target = Target(
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+        trainable=trainable,
+    )
     return CPRecipe(made, target)
 
 
 def windows(count: int = 3, length: int = 40) -> Batch:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, 250, (count, length), generator=generator)
+    ids = torch.randint(
+        2,
+        250,
+        (count, length),
+        generator=generator,
+    )
     return Batch(ids, torch.arange(length).expand(count, -1))
 
 
@@ -81,7 +125,12 @@ def assert_same_gradients(
         for of in (loss, expected)
     )
     assert any(gradient is not None for gradient in ours)
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=tolerance)
+    torch.testing.assert_close(
+        ours,
+        theirs,
+        rtol=1e-3,
+        atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,12 +171,25 @@ def test_loss_is_the_formula(
     accepted = recipe.loss(batch)[1]["accepted"].tolist()
 
     states = target.run(batch, layers)
-    log_p = (states.final @ target.unembedding.T).log_softmax(-1).view(3, 40, -1)
+    log_p = (
+        (states.final @ target.unembedding.T)
+        .log_softmax(-1)
+        .view(
+            3,
+            40,
+            -1,
+        )
+    )
     hidden = head.read(states).view(3, 40, -1)[:, :36].flatten(0, 1)
     text = batch.input_ids.unfold(1, 5, 1)[..., 1:].flatten(0, 1)
     rows = torch.arange(3 * 36)
     context = target.embed(text[:, :-1])
-    logits = head.logits(hidden, target.unembedding[ids], None, context)
+    logits = head.logits(
+        hidden,
+        target.unembedding[ids],
+        None,
+        context,
+    )
     weights = gates = head.log_weights(hidden, context)
     total = torch.zeros(())
     nll = torch.zeros(())
@@ -148,8 +210,18 @@ def test_loss_is_the_formula(
         moved = torch.log_softmax(weights[seen] + factors[seen, :, place], dim=-1)
         weights = weights.index_copy(0, seen, moved)
     expected = (total + 0.3 * nll) / len(rows) + 0.1 * balance_loss(gates)
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(figures["joint"], nll.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        loss,
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        figures["joint"],
+        nll.detach(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
     assert accepted == right
     assert_same_gradients(recipe, loss, expected, 1e-5)
 
@@ -172,7 +244,11 @@ def test_ridge_starts_below_the_identity(
     """Nearer to the target's distributions than its own LM head is, before the first step."""
     losses = {}
     for start in ("identity", "ridge"):
-        recipe = recipe_of(tiny_model(), condition=condition, start=start)
+        recipe = recipe_of(
+            tiny_model(),
+            condition=condition,
+            start=start,
+        )
         recipe.start_from(iter([windows(12, 120)]))
         losses[start] = float(recipe.loss(windows(4, 120))[1]["distilled"])
         rates = [group["peak"] for group in recipe.groups(1e-3)]

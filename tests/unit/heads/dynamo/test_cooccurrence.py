@@ -45,7 +45,12 @@ def test_mask_is_the_ratio_of_eq_3(order: int) -> None:
 def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [np.array([1, 2] * 40), *corpus(3)]
     whole = CoOccurrence.from_tokens(documents, VOCAB, 2)
-    bounded = CoOccurrence.from_tokens(documents, VOCAB, 2, max_entries=5)
+    bounded = CoOccurrence.from_tokens(
+        documents,
+        VOCAB,
+        2,
+        max_entries=5,
+    )
     assert sorted(bounded.counts[2]) == sorted(whole.counts[2])[-5:]
     monkeypatch.setattr(cooccurrence, "FLUSH", 10)
     table = cooccurrence._Table(5)
@@ -56,9 +61,17 @@ def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) 
 
 def test_counts_refuse_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="not those of the chunks"):
-        CoOccurrence.from_tokens([np.array([150_000 - 1] * 9)], 150_000, 4)
+        CoOccurrence.from_tokens(
+            [np.array([150_000 - 1] * 9)],
+            150_000,
+            4,
+        )
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        CoOccurrence.from_tokens([np.array([9])], VOCAB, 2)
+        CoOccurrence.from_tokens(
+            [np.array([9])],
+            VOCAB,
+            2,
+        )
 
 
 def test_keys_fit_whatever_the_vocabulary(
@@ -71,7 +84,12 @@ def test_keys_fit_whatever_the_vocabulary(
     whole = CoOccurrence.from_tokens(documents, VOCAB, 3)
     expected = mask([EVERY] * 3, whole.ngrams)[0]
     monkeypatch.setattr(cooccurrence, "KEYS", 5**3 + 1)
-    bounded = CoOccurrence.from_tokens(documents, VOCAB, 3, unigram=whole.unigram)
+    bounded = CoOccurrence.from_tokens(
+        documents,
+        VOCAB,
+        3,
+        unigram=whole.unigram,
+    )
     frequent = sorted(np.argsort(-whole.unigram, kind="stable")[:4].tolist())
     assert bounded.digits.base == 5 and bounded.digits.tokens.tolist() == frequent
     save_file(bounded.tensors(), tmp_path / "c.safetensors")
@@ -90,7 +108,12 @@ def test_keys_fit_whatever_the_vocabulary(
 def test_four_tokens_of_large_vocabularies_fit(vocab_size: int) -> None:
     document = np.random.default_rng(0).integers(vocab_size, size=4_000) // 997 * 997
     unigram = np.bincount(document, minlength=vocab_size)
-    counted = CoOccurrence.from_tokens([document], vocab_size, 4, unigram=unigram)
+    counted = CoOccurrence.from_tokens(
+        [document],
+        vocab_size,
+        4,
+        unigram=unigram,
+    )
     assert counted.digits.base == min(vocab_size, 55_108)
     tokens = torch.from_numpy(document)
     rows = [tokens[i : len(document) - 3 + i, None] for i in range(4)]
@@ -102,7 +125,12 @@ def test_many_occurrences_of_a_token_are_counted_as_the_most() -> None:
     """Where they do not fit 31 bits, they became negative."""
     keys = {2: np.array([1])}
     counts = {2: np.array([3])}
-    table = CoOccurrence(np.array([2**33, 1]), np.array([2**34, 8]), keys, counts)
+    table = CoOccurrence(
+        np.array([2**33, 1]),
+        np.array([2**34, 8]),
+        keys,
+        counts,
+    )
     stored = table.tensors()
     assert stored["cooccurrence.unigram"].tolist() == [2**31 - 1, 1]
     loaded = CoOccurrence.from_tensors(stored)

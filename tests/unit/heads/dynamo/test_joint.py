@@ -29,7 +29,12 @@ def select(
     first_token: torch.Tensor | None = None,
     eps_b: torch.Tensor | None = None,
 ) -> JointChoice:
-    joint = candidates(scores, settings, counts and counts.ngrams, first_token)
+    joint = candidates(
+        scores,
+        settings,
+        counts and counts.ngrams,
+        first_token,
+    )
     return joint.back_off(settings, eps_b)
 
 
@@ -45,7 +50,12 @@ def slow_blur(values: np.ndarray, size: int) -> np.ndarray:
     offsets = np.arange(size) - size // 2
     line = np.exp(-(offsets**2) / (2 * sigma**2))
     for axis in range(values.ndim):
-        values = convolve1d(values, line / line.sum(), axis, mode="nearest")
+        values = convolve1d(
+            values,
+            line / line.sum(),
+            axis,
+            mode="nearest",
+        )
     return values
 
 
@@ -131,7 +141,12 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
         if order == 1:
             continue
         joint = choice.joints[order - 1][row].numpy()
-        np.testing.assert_allclose(joint, entries, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(
+            joint,
+            entries,
+            rtol=1e-4,
+            atol=1e-7,
+        )
         taken = []
         for ids, token in zip(choice.top.token_ids, best[row, :order], strict=False):
             taken.append(ids[row].tolist().index(token))
@@ -157,15 +172,28 @@ def test_tokens_of_the_context_count_as_repeated() -> None:
 
 def test_eps_b_of_each_row() -> None:
     heads = [head.repeat(2, 1) for head in log_probs(1, 3)]
-    choice = select(heads, JointSettings(k=4), eps_b=torch.tensor([0.0, 1.0]))
+    choice = select(
+        heads,
+        JointSettings(k=4),
+        eps_b=torch.tensor([0.0, 1.0]),
+    )
     assert choice.order.tolist() == [3, 1]
 
 
 def test_conditioning_is_the_joint_given_the_first_token() -> None:
     heads = log_probs(VOCAB, 3)
     counts = CoOccurrence.from_tokens(corpus(), VOCAB, 3)
-    settings = JointSettings(k=VOCAB, eps_b=0.0, adaptive=False)
-    given = select(heads[1:], settings, counts, first_token=torch.arange(VOCAB))
+    settings = JointSettings(
+        k=VOCAB,
+        eps_b=0.0,
+        adaptive=False,
+    )
+    given = select(
+        heads[1:],
+        settings,
+        counts,
+        first_token=torch.arange(VOCAB),
+    )
     whole = select(heads, settings, counts)
     for first in range(VOCAB):
         at = whole.top.token_ids[0][first].tolist().index(first)
@@ -179,8 +207,16 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
     torch.manual_seed(0)
     draws = 20_000
     heads = [head.expand(draws, -1) for head in log_probs(1, 2, sharp=1.0)]
-    settings = JointSettings(k=3, eps_b=0.0, adaptive=False)
-    choice = select(heads, settings, first_token=torch.full((draws,), 5))
+    settings = JointSettings(
+        k=3,
+        eps_b=0.0,
+        adaptive=False,
+    )
+    choice = select(
+        heads,
+        settings,
+        first_token=torch.full((draws,), 5),
+    )
     temperature = torch.ones(draws)
     temperature[:10] = 0.0
     tokens = choice.draw(Sampling(temperature))

@@ -15,7 +15,13 @@ from vllm_ppd.heads.training.tokens import Batch
 
 
 def recipe_of(model: Path, **options: Any) -> DynaMoRecipe:
-    given = {"model": str(model), "data": ("-",), "out": "-", "tokens": 3, **options}
+    given = {
+        "model": str(model),
+        "data": ("-",),
+        "out": "-",
+        "tokens": 3,
+        **options,
+    }
     trainable = options.get("recipe") == "full"
     return DynaMoRecipe(
         DynaMoOptions(**given),
@@ -27,11 +33,20 @@ def two_documents(length: int = 24) -> Batch:
     """A window of a whole document, and one of two, of which the second counts from its
     fourth token on.
     """
-    ids = torch.randint(2, 250, (2, length), generator=torch.Generator().manual_seed(3))
+    ids = torch.randint(
+        2,
+        250,
+        (2, length),
+        generator=torch.Generator().manual_seed(3),
+    )
     positions = torch.stack(
         [torch.arange(length), torch.cat([torch.arange(10), torch.arange(length - 10)])]
     )
-    counted = torch.ones(2, length, dtype=torch.bool)
+    counted = torch.ones(
+        2,
+        length,
+        dtype=torch.bool,
+    )
     counted[1, 10:13] = False
     return Batch(ids, positions, counted=counted)
 
@@ -41,7 +56,11 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     """Head i at t: cross-entropy to the target's top-k at t + i - 1 and the text's
     token t + i, and its gradient.
     """
-    recipe = recipe_of(tiny_model(), distillation=distillation, distillation_top_k=5)
+    recipe = recipe_of(
+        tiny_model(),
+        distillation=distillation,
+        distillation_top_k=5,
+    )
     batch = two_documents()
     target = recipe.target
     parameters = list(recipe.parameters())
@@ -78,7 +97,12 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     for ours, theirs in zip(
         gradients, torch.autograd.grad(expected, parameters), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(
+            ours,
+            theirs,
+            rtol=1e-3,
+            atol=1e-6,
+        )
 
 
 def test_the_full_recipe_is_taught_by_the_model_that_it_trains(

@@ -13,8 +13,17 @@ from vllm_ppd.heads.training.target import Target
 
 
 def test_fresh_heads_are_the_untrained_exit(tiny_model: Factory) -> None:
-    target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-    options = EarlyOptions(model="-", data=("-",), out="-", exit_layers=(5, 2))
+    target = Target(
+        str(tiny_model()),
+        torch.device("cpu"),
+        torch.float32,
+    )
+    options = EarlyOptions(
+        model="-",
+        data=("-",),
+        out="-",
+        exit_layers=(5, 2),
+    )
     heads = EarlyRecipe(options, target).heads
     hidden = torch.randn(4, 64)
     assert heads.exit_layers == (2, 5) and torch.equal(heads(hidden, 5), hidden)

@@ -138,7 +138,11 @@ def test_calibration_adds_the_target_and_counts(
     folder = publish(tmp_path / "recurrent", layout, shards=2)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(20, 3))
-    options: dict[str, Any] = {"prompts": 4, "prompt_tokens": 8, "new_tokens": 12}
+    options: dict[str, Any] = {
+        "prompts": 4,
+        "prompt_tokens": 8,
+        "new_tokens": 12,
+    }
     calibrate(
         CalibrationOptions(
             heads=str(folder), data=(str(data),), model=str(tiny_model()), **options

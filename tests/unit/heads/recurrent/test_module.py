@@ -28,10 +28,25 @@ def test_logits_are_the_formula(
     config = LAYOUTS[layout]
     weights = weights_of(config)
     for row in range(4):
-        plain = states(config, weights, hidden[row], tokens[row].tolist())
+        plain = states(
+            config,
+            weights,
+            hidden[row],
+            tokens[row].tolist(),
+        )
         expected = torch.stack([logits for logits, _ in plain])
-        torch.testing.assert_close(ours[row], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            ours[row],
+            expected,
+            rtol=1e-4,
+            atol=1e-4,
+        )
     asked = torch.randint(VOCAB, (4, head.factors, 3))
     log_probs = head.log_probs(hidden, asked, None, None, tokens, chunk=3).squeeze(2)
     expected = ours.log_softmax(-1).gather(2, asked)
-    torch.testing.assert_close(log_probs, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        log_probs,
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )

@@ -19,7 +19,11 @@ from vllm_ppd.heads.training.tokens import Batch
 
 
 def recipe_of(model: Path, **options: Any) -> RecurrentRecipe:
-    target = Target(str(model), torch.device("cpu"), torch.float32)
+    target = Target(
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+    )
     return RecurrentRecipe(
         RecurrentOptions(model="-", data=("-",), out="-", **options), target
     )
@@ -33,7 +37,11 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     """The state's halves are GELU(u) and GELU(-u); their difference is nearest to the
     target's next state.
     """
-    recipe = recipe_of(tiny_model(), scale_input=scale_input, tie_weights=tie_weights)
+    recipe = recipe_of(
+        tiny_model(),
+        scale_input=scale_input,
+        tie_weights=tie_weights,
+    )
     torch.manual_seed(0)
     places = torch.arange(64).expand(8, -1)
     batches = [Batch(torch.randint(1, 300, (8, 64)), places) for _ in range(8)]
@@ -50,14 +58,26 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     assert error < 0.9 * (before - wanted).square().mean()
     logits = recipe.head.logits(before, None, None, tokens[rows])[:, 0, 0]
     expected = predicted @ recipe.target.unembedding.T
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits,
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 def test_what_is_saved_has_the_keys_and_tensors_of_ibm(
     tiny_model: Factory, tmp_path: Path
 ) -> None:
     sequences = [[5, 6, 7, 8, 9, 10, 11, 12]] * 4
-    fit(tiny_model(), "recurrent", sequences, tmp_path, 2, tie_weights=False)
+    fit(
+        tiny_model(),
+        "recurrent",
+        sequences,
+        tmp_path,
+        2,
+        tie_weights=False,
+    )
     expected = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
