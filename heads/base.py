@@ -136,7 +136,8 @@ class HeadsConfig(BaseModel, ABC):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        KINDS[cls.kind] = cls
+        if hasattr(cls, "kind"):  # not one that kinds derive from
+            KINDS[cls.kind] = cls
 
     @model_validator(mode="after")
     def _bounded(self) -> HeadsConfig:

@@ -5,8 +5,9 @@ what drafting costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -165,10 +166,13 @@ class CPOptions(ChainOptions, Experts):
         return self
 
 
-class CountsTokens(BaseModel):
-    """Heads that may have token counts of a text, in a tensor."""
+class ChainConfig(HeadsConfig):
+    """Heads that draft token by token, from a part of the vocabulary if they have token
+    counts: CP and recurrent heads.
+    """
 
-    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
+    parts = CPParts
+    counts = ("token_counts",)
 
     token_counts: bool = Field(
         False,
@@ -179,15 +183,30 @@ class CountsTokens(BaseModel):
     def counts_tensor(self) -> str | None:
         return "token_counts" if self.token_counts else None
 
+    @abstractmethod
+    def work(self, drafts: int) -> tuple[float, float]:
+        """What a number of drafts reads per step: d x d matrices of the heads, and the
+        whole LM head so many times.
+        """
 
-class CPConfig(CountsTokens, HeadsConfig, Experts):
+    def settings(self, parts: CPParts) -> Iterator[Setting]:
+        """Settings for each number of drafts and draft vocabulary."""
+        for size, by in parts.by_vocabulary():
+            share = 1.0 if size is None else size / self.target.vocab_size
+            for drafts, counts in enumerate(by.by_drafts, start=1):
+                matrices, reads = self.work(drafts)
+                layers = matrices * parts.timing.transform_in_layers
+                options = {"num_speculative_tokens": drafts, "draft_vocab_size": size}
+                yield Setting(options, counts.length, layers, reads * share)
+
+
+class CPConfig(ChainConfig, Experts):
     """A CP head of rank r over n positions."""
 
     kind = "cp"
     architecture = "CPHead"
     method = "cp"
     options = CPOptions
-    parts = CPParts
     tensor_names = r"cp\.(gate|transforms|classifiers)$"
 
     positions: Positions
@@ -254,9 +273,6 @@ class CPConfig(CountsTokens, HeadsConfig, Experts):
             shapes["token_counts"] = [self.target.vocab_size]
         return shapes
 
-    def settings(self, parts: CPParts) -> Iterator[Setting]:
-        return settings_by_drafts(parts, self.target.vocab_size, self.work)
-
     def work(self, drafts: int) -> tuple[float, float]:
         """A recurrent state reads its matrices and the LM head for each draft, as each
         needs the draft before.
@@ -273,27 +289,3 @@ class CPConfig(CountsTokens, HeadsConfig, Experts):
             return fuse + drafts * matrices, drafts
         states = self.rank * (drafts + 1)
         return (states, 1) if self.factorised else (0, states)
-
-
-def settings_by_drafts(
-    parts: CPParts, vocab_size: int, work: Callable[[int], tuple[float, float]]
-) -> Iterator[Setting]:
-    """Settings of heads for which the number of drafts and the draft vocabulary are
-    chosen.
-
-    Args:
-        parts: what was measured.
-        vocab_size: of the target.
-        work: what a number of drafts reads per step: d x d matrices of the heads, and
-            the whole LM head so many times.
-    """
-    for size, by in parts.by_vocabulary():
-        share = 1.0 if size is None else size / vocab_size
-        for drafts, counts in enumerate(by.by_drafts, start=1):
-            matrices, reads = work(drafts)
-            yield Setting(
-                {"num_speculative_tokens": drafts, "draft_vocab_size": size},
-                counts.length,
-                matrices * parts.timing.transform_in_layers,
-                reads * share,
-            )

@@ -14,14 +14,8 @@ from typing import Any, Literal
 
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, HeadsConfig, Shapes, TargetLayers
-from vllm_ppd.heads.cp.config import (
-    ChainOptions,
-    CountsTokens,
-    CPParts,
-    settings_by_drafts,
-)
-from vllm_ppd.heads.measured import Setting
+from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, Shapes, TargetLayers
+from vllm_ppd.heads.cp.config import ChainConfig, ChainOptions
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
@@ -70,7 +64,7 @@ class RecurrentOptions(ChainOptions):
     )
 
 
-class RecurrentConfig(CountsTokens, HeadsConfig):
+class RecurrentConfig(ChainConfig):
     """n heads, each with a state computed from the previous state and token."""
 
     # Keys that are not read here are left unchanged
@@ -79,7 +73,6 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
     architecture = ARCHITECTURES[0]
     method = "recurrent"
     options = RecurrentOptions
-    parts = CPParts
     tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
     files_beside = (COUNTS_NAME,)
 
@@ -123,12 +116,12 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
 
     @classmethod
     def is_named_in(cls, data: dict[str, Any]) -> bool:
+        if {"speculators_model_type", "speculators_config"} & data.keys():
+            return super().is_named_in(data)
         names = data.get("architectures")
-        is_theirs = data.get("model_type") == "mlp_speculator" or (
+        return data.get("model_type") == "mlp_speculator" or (
             isinstance(names, list) and any(name in ARCHITECTURES for name in names)
         )
-        published = not {"speculators_model_type", "speculators_config"} & data.keys()
-        return super().is_named_in(data) or (published and is_theirs)
 
     @model_validator(mode="before")
     @classmethod
@@ -155,20 +148,18 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> RecurrentConfig:
-        states = (
-            self.emb_dim if self.input_hidden_dim is None else self.input_hidden_dim
-        )
-        widths = () if self.input_hidden_dim is None else ("emb_dim", "proj_dim")
-        for name in widths:
-            width = getattr(self, name)
-            if width is not None and _width(name, width) != self.inner:
-                raise ValueError(
-                    f"{name}={quoted(width)} must be inner_dim={self.inner}"
-                )
-        if (states, self.vocab_size) != (
-            self.target.hidden_size,
-            self.target.vocab_size,
-        ):
+        states = self.input_hidden_dim
+        if states is None:
+            states = _width("emb_dim", self.emb_dim)
+        else:
+            widths = {"emb_dim": self.emb_dim, "proj_dim": self.proj_dim}
+            for name, width in widths.items():
+                if width is not None and _width(name, width) != self.inner:
+                    raise ValueError(
+                        f"{name}={quoted(width)} must be inner_dim={self.inner}"
+                    )
+        target = self.target
+        if states != target.hidden_size or self.vocab_size != target.vocab_size:
             raise ValueError(
                 "the widths of states and vocabulary differ from "
                 "transformer_layer_config"
@@ -257,14 +248,10 @@ class RecurrentConfig(CountsTokens, HeadsConfig):
             return
         group, index, name = tensor.split(".")
         last = "proj" not in group or index != "0"
-        indices = (
-            range(int(index), self.n_predict) if self.tie_weights and last else (index,)
-        )
+        copies = self.n_predict if self.tie_weights and last else int(index) + 1
+        indices = range(int(index), copies)
         for prefix, at, inner in product(PREFIXES, indices, ("", ".0")):
             yield f"{prefix}{group}.{at}{inner}.{name}"
-
-    def settings(self, parts: CPParts) -> Iterator[Setting]:
-        return settings_by_drafts(parts, self.target.vocab_size, self.work)
 
     def work(self, drafts: int) -> tuple[float, float]:
         """Per draft an LM head of the state's width and a projection; an LSTM has a
