@@ -130,8 +130,35 @@ class CPRecipe(HeadsRecipe):
             self.solve(itertools.chain([first], rows))
 
     def solve(self, rows: Iterable[Rows]) -> None:
-        """Set the first weights by a ridge regression."""
-        ridge_start(self.head, rows)
+        """Set the matrices that read states so that the result is nearest to the
+        target's state at each position.
+
+        Least squares predict h_{t+s-1}, the state that the token of position s is
+        sampled from, from h_t. All experts start there, each with its own noise. Of a
+        recurrent state, the linear part predicts the next state. Full classifiers stay
+        as they are.
+        """
+        head = self.head
+        size = self.target.hidden_size
+        floats = ((states.float(), embedded.float()) for states, embedded in rows)
+        transforms = head.weight("transforms")
+        if transforms is not None:
+            solution, _ = ridge(((s[:, 0], s.flatten(1)) for s, _ in floats), size)
+            solved = solution.mT.unflatten(0, (-1, 1, size))
+            transforms += (solved - torch.eye(size)).to(transforms)
+        elif head.lead:
+            pairs = (
+                (
+                    torch.cat([normed(s[:, 0]), normed(e[:, 0])], dim=1),
+                    s[:, 1] - s[:, 0],
+                )
+                for s, e in floats
+            )
+            solution, _ = ridge(pairs, size)
+            inner, token = solution.mT.split(size, dim=1)
+            weights = head.tensors()
+            weights["cp.recurrence.inner"][:size] = inner
+            weights["cp.recurrence.token"][:size] = token
 
     def _windows(self, store: TokenStore) -> Iterator[Batch]:
         """Windows from all over the data, with TOKENS tokens together."""
@@ -318,35 +345,6 @@ class CPRecipe(HeadsRecipe):
         if self.token_counts is not None:
             tensors["token_counts"] = self.token_counts
         return tensors
-
-
-@torch.no_grad()
-def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
-    """Set the matrices that read states so that the result is nearest to the target's
-    state at each position.
-
-    Least squares predict h_{t+s-1}, the state that the token of position s is sampled
-    from, from h_t. All experts start there, each with its own noise. Of a recurrent
-    state, the linear part predicts the next state. Full classifiers stay as they are.
-    """
-    floats = ((states.float(), embedded.float()) for states, embedded in rows)
-    size = head.gate.shape[1]
-    if head.lead:
-        pairs = (
-            (torch.cat([normed(s[:, 0]), normed(e[:, 0])], dim=1), s[:, 1] - s[:, 0])
-            for s, e in floats
-        )
-        solution, _ = ridge(pairs, size)
-        inner, token = solution.mT.split(size, dim=1)
-        weights = head.tensors()
-        weights["cp.recurrence.inner"][:size] = inner
-        weights["cp.recurrence.token"][:size] = token
-        return
-    transforms = head.weight("transforms")
-    if transforms is not None:
-        solution, _ = ridge(((s[:, 0], s.flatten(1)) for s, _ in floats), size)
-        solved = solution.mT.unflatten(0, (-1, 1, size))
-        transforms += (solved - torch.eye(size)).to(transforms)
 
 
 def ridge(

@@ -197,8 +197,8 @@ class CoOccurrence:
         ratios = []
         bounds = [0]
         for order, of_order in sorted(self.keys.items()):
-            keys += [of_order, [torch.iinfo(torch.int64).max]]
-            ratios += [self.ratios(order), [0.0]]
+            keys.append(np.append(of_order, np.iinfo(np.int64).max))
+            ratios.append(np.append(self.ratios(order), np.float32(0)))
             bounds.append(bounds[-1] + len(of_order) + 1)
         vocab_size = len(self.unigram)
         columns = None
@@ -206,7 +206,7 @@ class CoOccurrence:
             columns = torch.from_numpy(self.digits.columns(vocab_size))
         return Ngrams(
             torch.from_numpy(np.concatenate(keys)),
-            torch.from_numpy(np.concatenate(ratios, dtype=np.float32)),
+            torch.from_numpy(np.concatenate(ratios)),
             torch.tensor(bounds),
             tuple(bounds),
             self.digits.base,

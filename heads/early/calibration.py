@@ -50,7 +50,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     heads = EarlyHeads(calibration.config, calibration.tensors)
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
-    read_there: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
+    measured: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, layers)
@@ -76,8 +76,8 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
                     temperature,
                 )
                 by_layer.append(torch.stack([rank.float(), chance]).cpu())
-            read_there.append(torch.stack(by_layer))
-    ranks, accept = torch.cat(read_there, dim=-1).unbind(1)
+            measured.append(torch.stack(by_layer))
+    ranks, accept = torch.cat(measured, dim=-1).unbind(1)
     shape = (len(layers), *texts.generated.shape)
     return Exits(
         layers,
