@@ -38,7 +38,7 @@ class NamedWeights(nn.Module):
             }
         )
 
-    def tensors(self) -> dict[str, nn.Parameter]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """The parameters by the names of the folder's tensors."""
         return {
             name.replace("/", "."): parameter

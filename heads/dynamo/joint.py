@@ -143,8 +143,8 @@ class Candidates(NamedTuple):
         )
         sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)
         joints = []
-        for m, uncut in enumerate(self.uncut[:most], start=1):
-            joint = uncut / sums[m - 1].view(-1, *[1] * m)
+        for m, whole in enumerate(self.uncut[:most], start=1):
+            joint = whole / sums[m - 1].view(-1, *[1] * m)
             if m > 1:
                 joint = adaptive_threshold(
                     joint, eps ** (m - 1), blur, settings.adaptive

@@ -299,14 +299,13 @@ def test_from_scratch(tiny_model: Factory) -> None:
     assert not torch.equal(first, other) and not torch.equal(first, given)
 
 
-SCRATCH = "add --recipe full --start identity"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_start": "random"}, SCRATCH),
-        ({"base_start": "random", "recipe": "full"}, SCRATCH),
+        (
+            {"base_start": "random", "recipe": "full"},
+            "add --recipe full --start identity",
+        ),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
         ({"factorised": False}, "needs factorised heads; use 'none'"),
         ({"condition": "chain"}, "train new heads with --condition recurrent"),

@@ -217,17 +217,14 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
         settings,
         first_token=torch.full((draws,), 5),
     )
-    temperature = torch.ones(draws)
-    temperature[:10] = 0.0
-    tokens = choice.draw(Sampling(temperature))
+    tokens = choice.draw(Sampling(torch.ones(draws)))
     assert (tokens[:, 0] == 5).all()
-    assert torch.equal(tokens[:10], choice.likeliest.tokens[:10])
     joint = choice.joints[2][0, 0]
     claimed = choice.probabilities(tokens).prod(dim=1)
     for place in np.ndindex(3, 3):
         ids = [choice.top.token_ids[1 + i][0, at] for i, at in enumerate(place)]
         rows = (tokens[:, 1:] == torch.stack(ids)).all(dim=1)
-        share = float(rows[10:].float().mean())
+        share = float(rows.float().mean())
         assert share == pytest.approx(float(joint[place] / joint.sum()), abs=0.015)
         assert float(claimed[rows][0]) == pytest.approx(share, abs=0.015)
     outside = tokens.clone()
