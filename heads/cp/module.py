@@ -102,9 +102,10 @@ class Recurrence:
         """
         if self.up is None:
             return state[:, None]
-        thin = self.down(state).unflatten(-1, (len(self.up), -1)).transpose(0, 1)
+        thin = self.down(state).unflatten(-1, (len(self.up), -1))
         up = self.up.to(thin.dtype)
-        return state[:, None] + torch.bmm(thin, up.mT).transpose(0, 1)
+        apart = torch.bmm(thin.transpose(0, 1), up.mT)
+        return state[:, None] + apart.transpose(0, 1)
 
 
 class CPHead(NamedWeights):
@@ -168,9 +169,8 @@ class CPHead(NamedWeights):
         """What the head reads of the target, [rows, (1 + layers) d]: the final states,
         and those after its layers.
         """
-        return torch.cat(
-            [states.final, *(states.layers[layer] for layer in self.layers)], dim=-1
-        )
+        layers = [states.layers[layer] for layer in self.layers]
+        return torch.cat([states.final, *layers], dim=-1)
 
     def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor | None:
         """The target's embeddings of tokens [rows, positions], if the head reads any."""
@@ -313,7 +313,8 @@ def initial_tensors(
 
 def _project(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """All matrices [..., out, d] over hidden [rows, d] in one product: [rows, ..., out]."""
-    product = functional.linear(hidden.to(weights.dtype), weights.flatten(0, -2))
+    matrix = weights.flatten(0, -2)
+    product = functional.linear(hidden.to(matrix.dtype), matrix)
     return product.unflatten(-1, weights.shape[:-1])
 
 
@@ -336,7 +337,8 @@ def mixtures(
             token.clamp(min=0)[..., None],
             dim=-1,
         )
-        log_weights = posterior(log_weights, seen.squeeze(-1).where(token >= 0, 0.0))
+        seen = seen.squeeze(-1).where(token >= 0, 0.0)
+        log_weights = posterior(log_weights, seen)
 
 
 def log_gate(

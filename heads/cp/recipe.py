@@ -122,10 +122,11 @@ class CPRecipe(HeadsRecipe):
         first = next(rows, None)
         if first is None:
             return
-        states, embedded = (float(block.float().square().mean()) for block in first)
-        self.state_size = states**0.5
+        states, embedded = first
+        self.state_size = root_mean_square(states)
         if self.head.lead:
-            self.embedding_rate = self.state_size / max(embedded**0.5, 1e-6)
+            embedding_size = max(root_mean_square(embedded), 1e-6)
+            self.embedding_rate = self.state_size / embedding_size
         if fresh and self.options.start == "ridge":
             self.solve(itertools.chain([first], rows))
 
@@ -140,21 +141,26 @@ class CPRecipe(HeadsRecipe):
         """
         head = self.head
         size = self.target.hidden_size
-        floats = ((states.float(), embedded.float()) for states, embedded in rows)
         transforms = head.weight("transforms")
+        if transforms is None and not head.lead:
+            return
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for states, embedded in rows:
+                states = states.float()
+                now = states[:, 0]
+                if transforms is not None:
+                    yield now, states.flatten(1)
+                else:
+                    token = embedded[:, 0].float()
+                    read = torch.cat([normed(now), normed(token)], dim=1)
+                    yield read, states[:, 1] - now
+
+        solution, _ = ridge(pairs(), size)
         if transforms is not None:
-            solution, _ = ridge(((s[:, 0], s.flatten(1)) for s, _ in floats), size)
             solved = solution.mT.unflatten(0, (-1, 1, size))
             transforms += (solved - torch.eye(size)).to(transforms)
-        elif head.lead:
-            pairs = (
-                (
-                    torch.cat([normed(s[:, 0]), normed(e[:, 0])], dim=1),
-                    s[:, 1] - s[:, 0],
-                )
-                for s, e in floats
-            )
-            solution, _ = ridge(pairs, size)
+        else:
             inner, token = solution.mT.split(size, dim=1)
             weights = head.tensors()
             weights["cp.recurrence.inner"][:size] = inner
@@ -180,10 +186,9 @@ class CPRecipe(HeadsRecipe):
             tokens, valid = batch.ahead(n)
             rows = valid.nonzero().squeeze(1)
             if len(rows):  # a window may consist of prompt tokens only
-                yield (
-                    final[rows[:, None] + torch.arange(n, device=rows.device)],
-                    self.target.embed(tokens[rows, : n - 1]),
-                )
+                later = torch.arange(n, device=rows.device)
+                states = final[rows[:, None] + later]
+                yield states, self.target.embed(tokens[rows, : n - 1])
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Matrices that read embeddings get a learning rate scaled by how much smaller
@@ -300,7 +305,8 @@ class CPRecipe(HeadsRecipe):
             )
             weights = head.log_weights(*read)
             log_q = mixtures(logits, weights, index_of[tokens[part]])
-            drafts.append(torch.stack([q.argmax(-1) for q in log_q], dim=1))
+            best = [q.argmax(-1) for q in log_q]
+            drafts.append(torch.stack(best, dim=1))
         return accepted_counts(torch.cat(drafts) == index_of[greedy])
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
@@ -347,6 +353,10 @@ class CPRecipe(HeadsRecipe):
         return tensors
 
 
+def root_mean_square(values: torch.Tensor) -> float:
+    return float(values.float().square().mean().sqrt())
+
+
 def ridge(
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
 ) -> tuple[torch.Tensor, float]:
@@ -366,11 +376,11 @@ def ridge(
         gram = gram + (x.T @ x).double().cpu()
         product = product + (x.T @ y).double().cpu()
         count += len(x)
-    of_blocks = gram.diagonal().view(-1, size).mean(dim=1).clamp(min=1e-12)
-    penalty = PENALTY * of_blocks.repeat_interleave(size)
+    squares = gram.diagonal().view(-1, size).mean(dim=1)
+    penalty = PENALTY * squares.clamp(min=1e-12).repeat_interleave(size)
     solution = torch.linalg.solve(gram + penalty.diag(), product)
-    squares = (solution * (gram @ solution)).sum() / (count * product.shape[1])
-    return solution, float(squares) ** 0.5
+    total = float((solution * (gram @ solution)).sum())
+    return solution, (total / count / product.shape[1]) ** 0.5
 
 
 RECIPE = CPRecipe

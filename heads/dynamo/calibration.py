@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
 JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
+Key = tuple[float, int]  # back-off threshold, most drafts
 
 
 @torch.no_grad()
@@ -27,7 +29,7 @@ def drafted(
     texts: Texts,
     eps_b: Sequence[float],
     token_ids: torch.Tensor | None = None,
-) -> dict[tuple[float, int], Drafted]:
+) -> dict[Key, Drafted]:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
     Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the
@@ -54,8 +56,8 @@ def drafted(
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
     keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
-    chances: dict[tuple[float, int], list[torch.Tensor]] = {key: [] for key in keys}
-    limits: dict[tuple[float, int], list[torch.Tensor]] = {key: [] for key in keys}
+    chances: dict[Key, list[torch.Tensor]] = defaultdict(list)
+    limits: dict[Key, list[torch.Tensor]] = defaultdict(list)
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
         final, *states = (

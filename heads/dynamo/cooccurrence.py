@@ -151,10 +151,11 @@ class CoOccurrence:
         """
         base, tokens = self.digits
         single = np.ones(base)
-        single[: len(tokens)] = self.unigram[tokens] / max(int(self.totals[0]), 1)
+        totals = np.maximum(self.totals, 1)
+        single[: len(tokens)] = self.unigram[tokens] / totals[0]
         # No n-gram contains these tokens, unless the counts are damaged.
         single[single == 0] = 1.0
-        ratio = self.counts[order] / max(int(self.totals[order - 1]), 1)
+        ratio = self.counts[order] / totals[order - 1]
         rest = self.keys[order]
         with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
             for _ in range(order):
@@ -180,7 +181,8 @@ class CoOccurrence:
                     "than cooccurrence.totals"
                 )
         for order, keys in self.keys.items():
-            bounded = np.concatenate([[-1], keys, [self.digits.base**order]])
+            end = self.digits.base**order
+            bounded = np.concatenate([[-1], keys, [end]])
             if not (bounded[1:] > bounded[:-1]).all():
                 raise ValueError(
                     f"cooccurrence.{order}.keys are not ascending keys of {order}-grams"
@@ -268,7 +270,8 @@ class _Table:
 
     def merge(self, times: int = 1) -> None:
         """Count everything that was added, and prune to a multiple of the bound."""
-        counts = np.concatenate([self.counts, np.ones(self.size, dtype=np.int64)])
+        new = np.ones(self.size, dtype=np.int64)
+        counts = np.concatenate([self.counts, new])
         keys, inverse = np.unique(
             np.concatenate([self.keys, *self.waiting]), return_inverse=True
         )

@@ -132,7 +132,8 @@ class Candidates(NamedTuple):
         ids = top.token_ids
         seen = None
         if context is not None:
-            seen = [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
+            recent = context[:, None]
+            seen = [(of_head[..., None] == recent).any(-1) for of_head in ids]
             if first is not None:
                 # The token is already emitted, so it is not penalised.
                 seen[0] = torch.zeros_like(seen[0])
@@ -182,7 +183,8 @@ def candidates(
     """
     if not isinstance(scores, torch.Tensor):
         scores = torch.stack([*scores])
-    best = scores.float().topk(min(settings.k, scores.shape[-1]), dim=-1)
+    k = min(settings.k, scores.shape[-1])
+    best = scores.float().topk(k, dim=-1)
     ids = best.indices if token_ids is None else token_ids[best.indices]
     top = Top(best.values, ids, first_token)
     ngrams = ngrams if settings.alpha_c else None

@@ -33,8 +33,10 @@ class Exits(NamedTuple):
     def match_rate(self, layer: int, k: int) -> float:
         """p_correct: the share of tokens among the k likeliest of the exit."""
         ranks = self.ranks[self.layers.index(layer)]
-        real = torch.arange(ranks.shape[1])[None] < self.lengths[:, None]
-        return round(float((ranks[real] < k).double().mean()), 4)
+        steps = torch.arange(ranks.shape[1])
+        real = steps[None] < self.lengths[:, None]
+        matched = ranks[real] < k
+        return round(float(matched.double().mean()), 4)
 
     def drafted(self, layer: int, drafts: int) -> Drafted:
         """An engine's expected counts on these texts with drafts at this exit."""
@@ -50,6 +52,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     heads = EarlyHeads(calibration.config, calibration.tensors)
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
+    size = rows_a_chunk(target.unembedding)
     measured: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
@@ -57,7 +60,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
         final = texts.reading(states.final, windows)
         exits = {layer: texts.reading(states.exits[layer], windows) for layer in layers}
         tokens = texts.generated[some].flatten()
-        for rows in torch.arange(len(tokens)).split(rows_a_chunk(target.unembedding)):
+        for rows in torch.arange(len(tokens)).split(size):
             wanted = tokens[rows]
             log_p = logits_at(target, final[rows], temperature).log_softmax(-1)
             by_layer = []
@@ -119,7 +122,9 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     """Markdown of what was measured."""
     measured = parts.matches
     yield "Match rate by exit layer, greedy texts (PPD, Table 2)"
-    rows = [[k, *map(percent, rates[TRAINED])] for k, rates in measured.match.items()]
+    rows = []
+    for k, rates in measured.match.items():
+        rows.append([k, *map(percent, rates[TRAINED])])
     yield table(["k", *measured.layers], rows)
     for name, by_form in measured.acceptance.items():
         yield f"Expected tokens per step by drafts n, {name} texts"
@@ -127,4 +132,5 @@ def tables(parts: EarlyParts) -> Iterator[str]:
             [layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
             for layer, by_drafts in by_form[TRAINED].items()
         ]
-        yield table(["exit", *(f"n={n}" for n in range(1, len(lines[0])))], lines)
+        drafts = [f"n={n}" for n in range(1, len(lines[0]))]
+        yield table(["exit", *drafts], lines)

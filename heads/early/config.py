@@ -33,7 +33,8 @@ PPD = {
 }
 TRAINED = "Y"  # PPD's "trained" column; earlier calibrations also have "N"
 Layers = Annotated[list[int], Field(max_length=4096)]
-ByLayer = dict[Annotated[int, Field(ge=1, le=4096, strict=False)], list[Counts]]
+Layer = Annotated[int, Field(ge=1, le=4096, strict=False)]
+ByLayer = dict[Layer, list[Counts]]
 Rates = dict[Number, dict[str, list[Share]]]  # k -> form -> rate of each layer
 
 
@@ -80,7 +81,7 @@ class Matches(Stored):
     each exit.
     """
 
-    layers: list[Annotated[int, Field(ge=1, le=4096)]] = Field(min_length=1)
+    layers: list[Layer] = Field(min_length=1)
     match: Rates
     acceptance: ByTexts[dict[str, ByLayer]]
 

@@ -7,7 +7,7 @@ a linear prediction of the target's next state and its negative, and the LM head
 is the target's own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,24 +51,22 @@ class RecurrentRecipe(CPRecipe):
         target = self.target
         size = target.hidden_size
         recurrence = self.head.recurrence()
-        pairs = (
-            (
-                torch.cat(
-                    [recurrence.start(s[:, 0].float()).output, e[:, 0].float()], dim=1
-                ),
-                s[:, 1].float(),
-            )
-            for s, e in rows
-        )
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for states, embedded in rows:
+                start = recurrence.start(states[:, 0].float()).output
+                read = torch.cat([start, embedded[:, 0].float()], dim=1)
+                yield read, states[:, 1].float()
+
         # The norm scales u to 1.
-        solution, scale = ridge(pairs, size)
+        solution, scale = ridge(pairs(), size)
         first, token = solution.to(target.device, torch.float32).split(size)
         # Later states have the target's scale.
         rescaled = 0.5**0.5 / self.state_size if self.options.scale_input else 1.0
         later = torch.cat([first.T, -first.T]) * rescaled
         ids = torch.arange(target.vocab_size, device=target.device).split(4096)
-        table = torch.cat([target.embed(some).float() @ token for some in ids])
-        table /= recurrence.alpha
+        rows_of_table = [target.embed(some).float() @ token for some in ids]
+        table = torch.cat(rows_of_table) / recurrence.alpha
         starts = {
             "proj": torch.cat([later, -later], dim=1),
             "emb": torch.cat([table, -table], dim=1),
