@@ -269,7 +269,13 @@ class CPRecipe(HeadsRecipe):
             loss = loss + options.distillation * (distilled.mean(0) * decay).sum()
             counts["distilled"] = distilled.detach().sum()
         if not self.training:
-            counts |= self._accepted(states, rows, hidden, tokens, context)
+            counts |= self._accepted(
+                states,
+                rows,
+                hidden,
+                tokens,
+                context,
+            )
         return loss, counts
 
     def _rows_at_once(self, unembedding: torch.Tensor) -> int:

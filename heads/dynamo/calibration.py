@@ -81,7 +81,13 @@ def drafted(
                 for s in states
             ]
             first = tokens[rows, 0]
-            joint = candidates(factors, settings, ngrams, first, token_ids)
+            joint = candidates(
+                factors,
+                settings,
+                ngrams,
+                first,
+                token_ids,
+            )
             for key in keys:
                 eps, most = key
                 asked = settings.model_copy(update={"eps_b": eps})
@@ -129,7 +135,12 @@ def rows(
     calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None
 ) -> Rows:
     """What is stored of `drafted`."""
-    counts = drafted(calibration, texts, calibration.options.eps, token_ids)
+    counts = drafted(
+        calibration,
+        texts,
+        calibration.options.eps,
+        token_ids,
+    )
     made = [
         Row(eps_b=eps, drafts_allowed=n, **by.stored())
         for (eps, n), by in counts.items()

@@ -126,9 +126,20 @@ class Candidates(NamedTuple):
             # A peak above its floor passes every threshold, so n and the likeliest
             # n-gram need no thresholding.
             peaks = Peaks(*(part[:most] for part in self.peaks))
-            likeliest = choose(peaks, top, eps_b, settings.eps_b)
+            likeliest = choose(
+                peaks,
+                top,
+                eps_b,
+                settings.eps_b,
+            )
             uncut = self.uncut[:most]
-            return JointChoice(likeliest, top, uncut, blur, settings.adaptive)
+            return JointChoice(
+                likeliest,
+                top,
+                uncut,
+                blur,
+                settings.adaptive,
+            )
         ids = top.token_ids
         seen = None
         if context is not None:
@@ -156,9 +167,20 @@ class Candidates(NamedTuple):
             joints.append(joint)
         peaks = peaks_of(joints)
         peaks = peaks._replace(sums=torch.ones_like(peaks.sums))
-        likeliest = choose(peaks, top, eps_b, settings.eps_b)
+        likeliest = choose(
+            peaks,
+            top,
+            eps_b,
+            settings.eps_b,
+        )
         likeliest = likeliest._replace(floor=torch.zeros_like(eps))
-        return JointChoice(likeliest, top, joints, blur, adaptive=False)
+        return JointChoice(
+            likeliest,
+            top,
+            joints,
+            blur,
+            adaptive=False,
+        )
 
 
 def candidates(

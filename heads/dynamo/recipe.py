@@ -110,7 +110,12 @@ class DynaMoRecipe(HeadsRecipe):
                 at = rows + token - 1
                 if states.top_ids is not None:
                     wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
-                log_q = token_log_probs(hidden, wanted, unembedding, target.bias)
+                log_q = token_log_probs(
+                    hidden,
+                    wanted,
+                    unembedding,
+                    target.bias,
+                )
                 loss = -log_q[:, 0]
                 counts[f"nll.{token}"] = loss.detach().sum()
                 if states.top_log_probs is not None:
@@ -119,7 +124,12 @@ class DynaMoRecipe(HeadsRecipe):
                     counts[f"distilled.{token}"] = distilled.detach().sum()
                     loss = torch.lerp(loss, distilled, options.distillation)
                 if not self.training:
-                    best, _ = top_log_probs(hidden, 1, unembedding, target.bias)
+                    best, _ = top_log_probs(
+                        hidden,
+                        1,
+                        unembedding,
+                        target.bias,
+                    )
                     drafts = torch.full_like(
                         valid,
                         -1,
