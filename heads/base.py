@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.measured import Parts, Setting, Work
+from vllm_ppd.heads.measured import Parts, Setting
 from vllm_ppd.heads.training.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -136,7 +136,8 @@ class HeadsConfig(BaseModel, ABC):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        KINDS[cls.kind] = cls
+        if hasattr(cls, "kind"):  # not one that kinds derive from
+            KINDS[cls.kind] = cls
 
     @model_validator(mode="after")
     def _bounded(self) -> HeadsConfig:
@@ -167,29 +168,8 @@ class HeadsConfig(BaseModel, ABC):
         """A description of the heads in a few words."""
 
     @abstractmethod
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
-        """What drafting reads per step.
-
-        Args:
-            drafts: of a step.
-            vocabulary: share of it that is drafted.
-            exit_layer: where drafts are read, by heads that have a choice (None: the
-                exit that they recommend).
-        """
-
-    @abstractmethod
-    def settings(self, parts: Any, greedy: bool) -> Iterator[Setting]:
-        """Every setting in the kind's parts, on greedy texts or on sampled ones."""
-
-    def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
-        """(Layer, k, whether by heads, share of tokens among the k best there), by
-        which a worker group is planned.
-
-        None for kinds that read no exit layers.
-        """
-        return None
+    def settings(self, parts: Any) -> Iterator[Setting]:
+        """Every setting of trained heads in the kind's parts, on sampled texts."""
 
     @property
     def recommended(self) -> dict[str, Any]:

@@ -246,9 +246,7 @@ def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
         HeadsError: if one of them is missing or malformed.
     """
     try:
-        return config.parts.model_validate(
-            parts, context={"num_layers": config.target.num_hidden_layers}
-        )
+        return config.parts.model_validate(parts)
     except ValidationError as error:
         again = f"run `ppd calibrate {quoted(str(path.parent))} --data FILE` again"
         raise HeadsError(

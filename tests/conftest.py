@@ -313,20 +313,20 @@ def heads_folder(
     import heads_folders
     import torch
 
-    from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.heads.io import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
-        heads = EarlyHeads(exit_layers, hidden_size=64)
         exits = list(exit_layers)
         torch.manual_seed(0)
-        for weight in heads.weights.values():
-            weight.data += noise * torch.randn_like(weight)
         folder = tmp_path_factory.mktemp("heads")
         config = heads_folders.config_of(
             "early", tiny_model(), exit_layers=exits, default_exit_layers=exits
         )
-        save_heads(folder, config, heads.tensors())
+        tensors = {
+            name: torch.eye(64) + noise * torch.randn(64, 64)
+            for name in config.shapes()
+        }
+        save_heads(folder, config, tensors)
         return folder
 
     return get

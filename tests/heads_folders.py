@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence
+from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import save_heads
@@ -164,6 +164,23 @@ def log_likelihood(
     ).squeeze(-1)
 
 
+def cp_head(
+    size: int,
+    vocab: int,
+    seed: int = 0,
+    unembedding: torch.Tensor | None = None,
+    **form: Any,
+) -> CPHead:
+    """An untrained CP head of a form, for a target of some sizes."""
+    if unembedding is None:
+        unembedding = torch.zeros(vocab, size)
+    target = TargetLayers(
+        model_type="llama", hidden_size=size, vocab_size=vocab, num_hidden_layers=3
+    )
+    config = CPConfig(verifier="m", target=target, num_speculative_tokens=1, **form)
+    return CPHead(config, initial_tensors(config, unembedding, seed))
+
+
 @torch.no_grad()
 def draft(
     head: CPHead,
@@ -177,16 +194,18 @@ def draft(
     """Drafts of positions 2 to n [rows, n - 1]."""
     context = None if embeddings is None else embeddings[first][:, None]
     weights = head.log_weights(hidden, context)
-    recurrence = head.recurrence
-    if recurrence is None:
+    if not head.lead:
         logits = head.logits(hidden, unembedding, bias, context)
         return chosen(draft_chain, logits)(weights, logits, first, sampling)[0]
     assert unembedding is not None and embeddings is not None
+    recurrence = head.recurrence()
     state = recurrence.start(hidden)
 
     def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
         nonlocal state
-        state = recurrence(state, embeddings[first if before is None else before])
+        state = recurrence.advance(
+            state, embeddings[first if before is None else before]
+        )
         return functional.linear(recurrence.experts(state), unembedding, bias)
 
     return draft_in_sequence(weights, head.factors, read, sampling)

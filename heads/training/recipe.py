@@ -188,8 +188,16 @@ class HeadsRecipe(Recipe):
             self.target.save(folder / "base")
 
     def check(self) -> None:
+        self.checked_config()
+
+    def checked_config(self) -> Any:
+        """The heads' `config.json`.
+
+        Raises:
+            TrainingError: on options or a target of which no heads can be written.
+        """
         try:
-            self.config()
+            return self.config()
         except ValidationError as error:
             raise TrainingError(
                 "no heads of this model can be written with these options: "

@@ -31,6 +31,7 @@ from vllm_ppd.benchmarks.models.inflate import (
     inflate_model,
     run,
 )
+from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -85,26 +86,15 @@ def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "tiny")
     sizes: dict[str, Any] = {"rank": 2, "condition": "recurrent", "layers": (1,)}
     inflate_model(model, tmp_path / "large", 3)
-    head, larger = (
-        CPHead(64 * n, 3, inner_size=32 * n, seed=None, **sizes) for n in (1, 3)
-    )
+    config = config_of("cp", model, inner_size=32, token_counts=False, **sizes)
     tensors = {
-        f"cp.{name}": 0.1 * torch.randn_like(tensor)
-        for name, tensor in head.state_dict().items()
+        name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()
     }
-    save_heads(
-        tmp_path / "head",
-        config_of("cp", model, inner_size=32, token_counts=False, **sizes),
-        tensors,
-    )
+    save_heads(tmp_path / "head", config, tensors)
     inflate_heads(tmp_path / "head", tmp_path / "large", tmp_path / "heads", 3)
-    for module, stored in (
-        (head, tensors),
-        (larger, load_tensors(tmp_path / "heads")[1]),
-    ):
-        module.load_state_dict(
-            {name.removeprefix("cp."): tensor for name, tensor in stored.items()}
-        )
+    head, larger = (
+        CPHead(*load_tensors(tmp_path / name, CPConfig)) for name in ("head", "heads")
+    )
     final = torch.randn(5, 64)
     layer = torch.randn(5, 64)
     embedded = torch.randn(5, 2, 64)

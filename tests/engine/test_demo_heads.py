@@ -143,7 +143,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     if config.kind == "early":
         return early.read_exits(calibration, texts).drafted(EXIT, 3)
     if config.kind == "cp":
-        return cp.drafted(calibration, CPHead.from_tensors, texts, short)[2]
+        return cp.drafted(calibration, CPHead, texts, short)[2]
     return dynamo.drafted(calibration, texts, (0.0,), short)[0.0, 2]
 
 

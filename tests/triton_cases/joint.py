@@ -8,7 +8,7 @@ import pytest
 import torch
 from interpreter import DEVICE, seeded
 
-from vllm_ppd.heads.dynamo import counts
+from vllm_ppd.heads.dynamo import cooccurrence
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.kernels import joint as reference
 from vllm_ppd.kernels.joint import Likeliest, Ngrams, Top, peaks_of
@@ -77,7 +77,7 @@ def test_is_the_reference(
 def test_is_the_reference_where_keys_are_of_frequent_tokens(
     given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counts, "KEYS", 100**3 + 1)
+    monkeypatch.setattr(cooccurrence, "KEYS", 100**3 + 1)
     document = DOCUMENT**2 // VOCAB  # some tokens are frequent
     table = ngrams(3, document, unigram=np.bincount(document, minlength=VOCAB))
     assert table.base == 100 and table.columns is not None

@@ -24,13 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import (
-    advance,
-    draft_in_sequence,
-    fused,
-    log_gate,
-    of_experts,
-)
+from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -45,42 +39,6 @@ LOGITS_AT_ONCE = 1 << 26  # numbers
 
 # The function that draft_in_sequence takes
 ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]
-
-
-class _Recurrence:
-    """The recurrence of a state (heads/cp/module.py) with matrices packed like the target's."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        read = {
-            name.removeprefix("cp.recurrence."): matrix
-            for name, matrix in tensors.items()
-        }
-        self.token, self.inner, self.outer = (
-            target.linear(read[name]) for name in ("token", "inner", "outer")
-        )
-        self.fuse = target.linear(read["fuse"]) if "fuse" in read else None
-        self.down = (
-            target.linear(read["down"].flatten(0, 1)) if "down" in read else None
-        )
-        self.up = (
-            read["up"].to(device=target.device, dtype=target.dtype)
-            if "up" in read
-            else None
-        )
-
-    def start(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
-        """s_0 [requests, d] from the last states [requests, d] and those after some
-        layers [layers, requests, d].
-        """
-        if self.fuse is None or layers is None:
-            return hidden
-        return fused(torch.cat([hidden, *layers], dim=-1), hidden.shape[-1], self.fuse)
-
-    def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return advance(state, embedded, self.token, self.inner, self.outer)
-
-    def experts(self, state: torch.Tensor) -> torch.Tensor:
-        return of_experts(state, self.down, self.up)
 
 
 class CPDrafter(ChainDrafter):
@@ -98,9 +56,13 @@ class CPDrafter(ChainDrafter):
         self.factors = factors
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.token_gate = tensors["cp.token_gate"].to(self.gate) if self.lead else None
-        self.recurrence = (
-            _Recurrence(tensors, target) if heads.condition == "recurrent" else None
-        )
+        self.recurrence = None
+        if heads.condition == "recurrent":
+            placed = dict(tensors)
+            if heads.rank > 1:
+                up = tensors["cp.recurrence.up"]
+                placed["cp.recurrence.up"] = up.to(target.device, target.dtype)
+            self.recurrence = Recurrence(placed, target.linear)
         # [layers, tokens of the step, d]
         self.tapped = target.tapped_after(heads.layers) if heads.layers else None
         if self.recurrence is None:
@@ -132,10 +94,11 @@ class CPDrafter(ChainDrafter):
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.recurrence is not None:
             assert embedded is not None
-            layers = None if self.tapped is None else self.tapped[:, step.places[part]]
-            read = self._recurrent(
-                self.recurrence, self.recurrence.start(hidden, layers), embedded
-            )
+            if self.tapped is not None:
+                layers = self.tapped[:, step.places[part]]
+                hidden = torch.cat([hidden, *layers], dim=-1)
+            state = self.recurrence.start(hidden)
+            read = self._recurrent(self.recurrence, state, embedded)
             return draft_in_sequence(
                 log_weights, self.factors, read, sampling, token_ids
             )
@@ -149,7 +112,7 @@ class CPDrafter(ChainDrafter):
         return entries
 
     def _recurrent(
-        self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor
+        self, recurrence: Recurrence, state: torch.Tensor, first: torch.Tensor
     ) -> ReadLogits:
         """A reader of each draft's logits from a state [rows, d], which next reads E of
         the newest token, `first`.

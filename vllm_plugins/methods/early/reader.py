@@ -42,7 +42,7 @@ def early_heads(
     """
     if config.model is None:
         return None
-    heads = EarlyHeads.from_tensors(*load_tensors(config.model, EarlyConfig))
+    heads = EarlyHeads(*load_tensors(config.model, EarlyConfig))
     return heads.requires_grad_(False).to(device=device, dtype=dtype)
 
 
@@ -70,8 +70,8 @@ class EarlyReader:
         self.heads = heads
         self.lm_head = lm_head
         if heads is not None and heads.form == "classifier":
-            for layer, weight in heads.weights.items():
-                heads.weights[layer] = nn.Parameter(
+            for name, weight in heads.weights.items():
+                heads.weights[name] = nn.Parameter(
                     self.lm_head.shard(weight.data), requires_grad=False
                 )
 
@@ -118,7 +118,7 @@ class EarlyReader:
         with kernels_first():
             hidden = self.adapter.norm(*state)
         if self.heads is not None and self.heads.form == "classifier":
-            return hidden, self.heads.weights[str(exit_layer)]
+            return hidden, self.heads.weight(exit_layer)
         return hidden if self.heads is None else self.heads(hidden, exit_layer), None
 
     def _logits(

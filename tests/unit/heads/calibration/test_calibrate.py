@@ -161,7 +161,7 @@ def test_exits_against_a_slow_count(
     calibration = open_calibration(options(heads("early"), data))
     target = calibration.target
     texts = getattr(calibration, kind)
-    early = EarlyHeads.from_tensors(calibration.config, calibration.tensors)
+    early = EarlyHeads(calibration.config, calibration.tensors)
     measured = read_exits(calibration, texts)
     ranks = torch.zeros_like(measured.ranks)
     accept = torch.zeros_like(measured.accept)
@@ -208,9 +208,7 @@ def test_what_is_measured_reaches_the_heads(
         assert set(result["parts"]["vocabulary"]) == {"128"}
         assert config.draft_vocab_size == chosen["draft_vocab_size"]
     parts = load_calibration(folder)
-    assert len(list(config.settings(parts, greedy=False))) >= len(
-        list(config.settings(parts, greedy=True))
-    )
+    assert list(config.settings(parts))
     text = report(json.loads((folder / "calibration.json").read_text()), str(folder))
     assert "redicted" in text and "| ---" in text
     assert text.splitlines()[2] in (folder / "README.md").read_text()
@@ -223,7 +221,7 @@ def test_stored_calibrations_are_read(path: Path) -> None:
     """Also those of earlier versions, which measured more."""
     parts = load_calibration(path.parent)
     config = load_config(path.parent)
-    assert list(config.settings(parts, greedy=False))
+    assert list(config.settings(parts))
     assert "| ---" in report(json.loads(path.read_text()))
 
 
