@@ -60,40 +60,31 @@ def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> st
     name = shown_target(config)
     target = config.target
     served = name if hub_name(config.verifier) else "TARGET"
-    held_out = [
-        f"- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
+    held_out = "".join(
+        f"\n- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
         for key, value in facts.held_out_after.items()
-    ]
-    lines = [
-        f"# {config.kind} heads for {name}",
-        "",
-        "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts "
-        "tokens of the target",
-        "model, through the plugin `vllm-ppd`. The target verifies every draft, so "
-        "the output keeps its",
-        "distribution, up to rounding.",
-        "",
-        f"- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, "
-        f"hidden size {target.hidden_size}, vocabulary {target.vocab_size})",
-        f"- heads: {config.kind}: {config.describe()}, {config.dtype}",
-        f"- recommended drafts per step: {config.num_speculative_tokens}",
-        f"- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens",
-        *held_out,
-        "",
-        f"    vllm serve {served} --speculative-model HEADS    # this repository, or "
-        "a folder with its files",
-        "",
-        "## Calibration",
-        "",
-        calibration or "Not calibrated (`ppd calibrate`).",
-    ]
-    return "\n".join(lines)
+    )
+    return f"""\
+# {config.kind} heads for {name}
+
+Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target
+model, through the plugin `vllm-ppd`. The target verifies every draft, so the output keeps its
+distribution, up to rounding.
+
+- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, \
+hidden size {target.hidden_size}, vocabulary {target.vocab_size})
+- heads: {config.kind}: {config.describe()}, {config.dtype}
+- recommended drafts per step: {config.num_speculative_tokens}
+- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens{held_out}
+
+    vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files
+
+## Calibration
+
+{calibration or "Not calibrated (`ppd calibrate`)."}"""
 
 
 def shown_target(config: HeadsConfig) -> str:
     """The name of the target without the folders of the disk that it was on."""
-    return (
-        Path(config.verifier).name
-        if os.path.isabs(config.verifier)
-        else config.verifier
-    )
+    name = config.verifier
+    return os.path.basename(name) if os.path.isabs(name) else name

@@ -14,30 +14,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[int, Field(ge=1, le=10**9, strict=False)]  # JSON's keys are strings
-Seconds = Annotated[
-    dict[Number, Annotated[float, Field(ge=1e-12, le=1e6)]],
-    Field(min_length=1, max_length=256),
-]
 T = TypeVar("T")
 
 
 class Stored(BaseModel):
-    """A part of a calibration, or a piece of one; keys of later versions are ignored."""
+    """A part of a calibration, or a piece of one; keys of other versions are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class Timed(Stored):
-    """Median seconds by batch size."""
-
-    layer: Seconds
-    lm_head: Seconds
 
 
 class Timing(Stored):
     """What gives the cost of drafts relative to a pass of the target."""
 
-    seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
     # A d x d matrix relative to a decoder layer; missing in early calibrations
     transform_in_layers: Amount = 0.0
@@ -58,10 +46,6 @@ class ByDrafts(Stored):
     """Counts with 1, 2, ... drafts per step."""
 
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
-    repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
-    # Drafts accepted per step at each position
-    by_category: dict[str, list[Share]] = Field(default_factory=dict)
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:

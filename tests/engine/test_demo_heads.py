@@ -175,7 +175,8 @@ def test_engine_counts_what_calibration_expects(
         ids = torch.tensor(
             [o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs]
         )
-        texts = Texts(ids, PROMPT, torch.full((len(ids),), TOKENS), temperature)
+        lengths = torch.full((len(ids),), TOKENS)
+        texts = Texts(ids, PROMPT, lengths, temperature, torch.zeros_like(lengths))
         expected = predicted(variant, made, texts)
         if temperature:
             # DynaMo's drafts are expected to be accepted as by rejection sampling,

@@ -10,7 +10,6 @@ from typing import Any
 
 import heads_folders
 import pytest
-import tiny
 import torch
 from conftest import ROOT, Factory, our_log
 from refusals import edited
@@ -24,7 +23,6 @@ from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.target import (
-    check_layers,
     check_target,
     decoder_layer,
     find_target,
@@ -94,25 +92,13 @@ def test_stored_fingerprints_hold(
     assert config.fingerprint == fingerprint(DEMO / "model")
 
 
-def compare(folder: Path, **changes: Any) -> str | None:
-    config = load_config(folder)
-    facts: dict[str, Any] = {
-        "hidden_size": 64,
-        "vocab_size": tiny.VOCAB,
-        "num_hidden_layers": tiny.LAYERS,
-        "fingerprint": config.fingerprint,
-    }
-    return check_target(config, folder, **facts | changes)
-
-
-def test_matching_target_is_accepted(
+def test_heads_of_this_target_or_of_one_not_here_are_taken(
     heads_folder: Factory, tiny_model: Factory
 ) -> None:
     folder = heads_folder()
-    assert compare(folder) is None
-    assert compare(folder, fingerprint=fingerprint(tiny_model())) is None
-    # A target that is not on this disk yet.
-    assert compare(folder, fingerprint=TargetFingerprint()) is None
+    target = AutoConfig.from_pretrained(tiny_model())
+    for known in (fingerprint(tiny_model()), TargetFingerprint()):
+        assert check_target(load_config(folder), folder, target, known) is None
 
 
 @pytest.mark.parametrize(
@@ -121,21 +107,19 @@ def test_matching_target_is_accepted(
         ({"hidden_size": 128}, "hidden_size is 64 there, but 128 in this model"),
         ({"vocab_size": 32_000}, "vocab_size is 320 there, but 32000"),
         ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there, but 8"),
-        (
-            {"fingerprint": TargetFingerprint(vocabulary="0")},
-            "the hash of its vocabulary differs",
-        ),
-        (
-            {"fingerprint": TargetFingerprint(lm_head="0"), "strict": True},
-            "its lm_head has other",
-        ),
+        ({"vocabulary": "0"}, "the hash of its vocabulary differs"),
+        ({"lm_head": "0"}, "its lm_head has other"),
     ],
 )
 def test_other_target_is_refused(
-    heads_folder: Factory, changes: Any, message: str
+    heads_folder: Factory, tiny_model: Factory, changes: Any, message: str
 ) -> None:
+    folder = heads_folder()
+    config = load_config(folder)
+    target = AutoConfig.from_pretrained(tiny_model(), **changes)
+    known = config.fingerprint.model_copy(update=changes)
     with pytest.raises(HeadsError, match=f"{message}.*; use the heads of this model"):
-        compare(heads_folder(), **changes)
+        check_target(config, folder, target, known, strict=True)
 
 
 def copied(model: Path, folder: Path, dtype: torch.dtype, noise: float = 0.0) -> Path:
@@ -188,21 +172,18 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
     """Names and shapes are what heads were trained with; another family's layers are refused."""
     configs = {}
     for family in ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_neox"):
-        config = AutoConfig.from_pretrained(tiny_model(family))
-        layers = AutoModelForCausalLM.from_pretrained(
-            tiny_model(family)
-        ).base_model.layers
-        shapes = {
-            name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+        model = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model
+        layer = model.layers[-1].state_dict()
+        configs[family] = model.config
+        assert decoder_layer(model.config) == {
+            name: list(tensor.shape) for name, tensor in layer.items()
         }
-        assert decoder_layer(config) == shapes
-        configs[family] = config
     heads = heads_folders.config_of("dynamo", tiny_model())
-    check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(
-        HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[\d+\]"
-    ):
-        check_layers(heads, tmp_path, configs["qwen3"])
+    known = TargetFingerprint()
+    check_target(heads, tmp_path, configs["llama"], known)
+    message = r"'self_attn\.k_norm\.weight' has shape none there, but \[\d+\]"
+    with pytest.raises(HeadsError, match=message):
+        check_target(heads, tmp_path, configs["qwen3"], known)
 
 
 def hashed(folder: Path, values: torch.Tensor) -> str | None:

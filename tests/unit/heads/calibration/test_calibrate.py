@@ -310,13 +310,12 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
         tokenizer=tiny.make_tokenizer(), vocab_size=tiny.VOCAB
     )
     answered = {"prompt_token_ids": [40, 41], "token_ids": [66, 67, 66]}
-    path = write(tmp_path / "data.jsonl", answered, {"prompt_token_ids": [40]})
-    written = counts_of([path], target, by_answer=True)
-    assert {i: int(written[i]) for i in written.nonzero().flatten().tolist()} == {
-        66: 2,
-        67: 1,
-    }
-    assert int(counts_of([path], target, by_answer=False)[40]) == 2
+    asked = {"prompt_token_ids": [40]}
+    path = write(tmp_path / "data.jsonl", answered, asked)
+    written = counts_of([path], target)
+    assert (int(written[66]), int(written[67]), int(written.sum())) == (2, 1, 3)
+    prompts = counts_of([write(tmp_path / "prompts.jsonl", asked)], target)
+    assert int(prompts[40]) == int(prompts.sum()) == 1
 
 
 @pytest.mark.parametrize(
@@ -324,7 +323,7 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
     [
         (("--prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
-        (("--eps", "0.5,2"), "--eps 2: input should be less than or equal to 1"),
+        (("--eps", "0.5,2"), "--eps='2': Input should be less than or equal to 1"),
         (
             ("--new-tokens", "512"),
             "--new-tokens 512 leave no prompt of the model's 512 tokens",

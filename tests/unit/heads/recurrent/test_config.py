@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory, patterned_texts, write_texts
-from hub import running_hub, use
+from hub import running_hub
 from published import LAYOUTS, publish
 from refusals import (
     SERVE,
@@ -93,9 +93,9 @@ def test_published_speculators_are_taken(
         (
             "ibm",
             tensor(HEAD, lambda head: head.to(torch.float8_e4m3fn)),
-            "is of f8_e4m3, expected float32 or bfloat16",
+            "is of float8_e4m3fn, expected float32 or bfloat16",
         ),
-        ("ibm", edited("n_predict", value=4), "has no tensor 'proj.3.weight'; write"),
+        ("ibm", edited("n_predict", value=4), "no tensor 'proj.3.weight'; train"),
         (
             "ibm",
             edited("n_predict", value=0),
@@ -122,7 +122,7 @@ def test_published_speculators_are_taken(
         (
             "ibm",
             edited("tie_weights", value="yes"),
-            "tie_weights: Input should be a valid boolean",
+            "tie_weights=.*: Input should be a valid boolean",
         ),
         (
             "arctic-mlp",
@@ -147,7 +147,7 @@ def test_published_speculators_are_taken(
         (
             "arctic-lstm",
             edited("method", value="sum_gru"),
-            "method: Input should be 'sum_rnn' or 'sum_lstm'",
+            "method=.*: Input should be 'sum_rnn' or 'sum_lstm'",
         ),
         (
             "arctic-lstm",
@@ -247,20 +247,12 @@ def test_calibration_adds_the_target_and_counts(
 
 
 def test_shards_on_the_hub(
-    readers: Readers,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    readers: Readers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = publish(tmp_path / "recurrent", "arctic-lstm", "speculator.", 3)
-    with running_hub() as hub:
-        use(hub, tmp_path, monkeypatch)
+    with running_hub(tmp_path, monkeypatch) as hub:
         hub.add("acme/lstm", folder)
         command("inspect", "acme/lstm")
-        assert (
-            "not fetched" not in capsys.readouterr().out
-            and hub.sent.get("model-00001-of-00003.safetensors", 0) > 0
-        )
         assert readers.server(spec_model="acme/lstm").num_speculative_tokens == 3
         shutil.rmtree(folder)
         config, tensors = load_tensors(f"acme/lstm@{hub.commit('acme/lstm', 'main')}")
