@@ -59,34 +59,14 @@ class TargetLayers(BaseModel):
 
 
 class Calibrated(BaseModel):
-    """Measurements of `ppd calibrate` on one device, which are valid for that device only."""
+    """What earlier versions of `ppd calibrate` measured on one device, which is valid for
+    that device only.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    device: str = Field(
-        min_length=1, max_length=200, description="name of the device that was measured"
-    )
-    num_speculative_tokens_per_batch_size: list[
-        Annotated[
-            list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]],
-            Field(min_length=3, max_length=3),
-        ]
-    ] = Field(
-        min_length=1,
-        max_length=1024,
-        description="[first batch size, last batch size, drafts], as in vLLM",
-    )
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Calibrated:
-        expected = 1
-        for first, last, drafts in self.num_speculative_tokens_per_batch_size:
-            if first != expected or last < first or drafts > MOST_DRAFTS:
-                raise ValueError(
-                    "num_speculative_tokens_per_batch_size must have ranges from 1 "
-                    f"on without gaps, with at most {MOST_DRAFTS} drafts"
-                )
-            expected = last + 1
-        return self
+    model_config = ConfigDict(strict=True)
+    device: str
+    # [first batch size, last batch size, drafts], as in vLLM
+    num_speculative_tokens_per_batch_size: list[list[int]] = Field(min_length=1)
 
 
 class HeadsConfig(BaseModel, ABC):

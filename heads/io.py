@@ -65,19 +65,15 @@ def load_config(
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path)
     kind = kind_in(data)
-    kinds = [
-        name
-        for name, config in KINDS.items()
-        if issubclass(config, wanted or HeadsConfig)
-    ]
-    if kind is None or kind not in kinds:
+    kinds = list(KINDS) if wanted is None else [wanted.kind]
+    if kind not in kinds:
         found = quoted(kind or data.get("speculators_model_type"))
-        expected = ", ".join(map(repr, kinds))
         raise HeadsError(
-            f"{named(path)} holds heads of kind {found}; expected kind {expected}"
+            f"{named(path)} holds heads of kind {found}; expected kind "
+            f"{', '.join(kinds)}"
         )
     try:
-        return cast(Config, KINDS[kind].model_validate(data))
+        return cast(Config, KINDS[str(kind)].model_validate(data))
     except ValidationError as error:
         raise HeadsError(
             f"{named(path)}: {first_problem(error)}; correct it, or write the heads "

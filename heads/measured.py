@@ -9,7 +9,7 @@ show are stored untyped.
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -48,21 +48,13 @@ class ByDrafts(Stored):
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
 
 
-def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
-    if len(by_texts) != 2 or "greedy" not in by_texts:
-        raise ValueError("acceptance must have greedy and sampled texts")
-    return by_texts
-
-
-ByTexts = Annotated[
-    dict[Annotated[str, Field(max_length=80)], T], AfterValidator(_on_two_texts)
-]
+# "greedy", and "T 0.8" or another temperature
+ByTexts = Annotated[dict[str, T], Field(min_length=2, max_length=2)]
 
 
 def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
     """The part measured on greedy texts, or on the sampled ones."""
-    (name,) = (name for name in by_texts if (name == "greedy") == greedy)
-    return by_texts[name]
+    return next(by_texts[name] for name in by_texts if (name == "greedy") == greedy)
 
 
 class Parts(Stored):

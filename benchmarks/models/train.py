@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -115,18 +115,12 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
     """A byte-level BPE tokenizer, which can encode any text, so that structured output
     and any prompt work.
     """
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocabulary, min_frequency=0, show_progress=False, special_tokens=[END]
     )
-    bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=Tokenizer.from_str(bpe.to_str()),
         bos_token=END,
         eos_token=END,
         pad_token=END,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,26 +49,14 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 
+@dataclass
 class Calibration:
-    """Heads on their target, and texts, each made when a part first asks.
+    """Heads on their target, and texts, each made when a part first asks."""
 
-    Args:
-        options: what to measure.
-        config, tensors: of the heads.
-        target: loaded.
-    """
-
-    def __init__(
-        self,
-        options: CalibrationOptions,
-        config: Any,
-        tensors: dict[str, torch.Tensor],
-        target: Target,
-    ) -> None:
-        self.options = options
-        self.config = config
-        self.tensors = tensors
-        self.target = target
+    options: CalibrationOptions
+    config: Any  # of the heads
+    tensors: dict[str, torch.Tensor]  # of the heads
+    target: Target
 
     def autocast(self) -> Any:
         """A context in which heads run in the target's arithmetic."""
@@ -88,8 +77,8 @@ class Calibration:
 
     @cached_property
     def sampled(self) -> Texts:
-        torch.manual_seed(self.options.seed)
         options = self.options
+        torch.manual_seed(options.seed)
         return generate(
             self.target, self.prompts, options.new_tokens, options.temperature
         )

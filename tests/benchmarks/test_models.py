@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
-from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest, unpack
+from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest
+from vllm_ppd.benchmarks.models.answers import run as unpack
 from vllm_ppd.benchmarks.models.corpus import sources, split
 from vllm_ppd.benchmarks.models.inflate import (
     InflateOptions,

@@ -56,13 +56,8 @@ def run(options: InspectOptions) -> int:
             folder_of(name, file)
     shapes = config.shapes().values()
     weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
-    shown = type(config).model_fields.keys() - {"fingerprint", "layer_tensors"}
-    lines = {"kind": config.kind, "target": config.verifier}
-    lines |= {f"target {size}": value for size, value in config.target}
-    lines |= {
-        field: value for field, value in config.to_json().items() if field in shown
-    }
-    lines["num_speculative_tokens"] = config.num_speculative_tokens
+    lines = {"kind": config.kind}
+    lines |= config.model_dump(mode="json", exclude={"fingerprint", "layer_tensors"})
     lines["weights"] = weights if is_fetched else f"{weights}, not fetched"
     lines["trained"] = _if_there(
         lambda: "{0.time} ({0.command})".format(provenance_of(folder))
