@@ -155,6 +155,14 @@ class HeadsConfig(BaseModel, ABC):
     def settings(self, parts: Any, greedy: bool) -> Iterator[Setting]:
         """Every setting in the kind's parts, on greedy texts or on sampled ones."""
 
+    def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
+        """(Layer, k, whether by heads, share of tokens among the k best there), by
+        which a worker group is planned.
+
+        None for kinds that read no exit layers.
+        """
+        return None
+
     @property
     def recommended(self) -> dict[str, Any]:
         """Options of the server, by name, that these heads recommend a value for."""

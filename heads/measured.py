@@ -9,23 +9,35 @@ show are stored untyped.
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[int, Field(ge=1, le=10**9, strict=False)]  # JSON's keys are strings
+Seconds = Annotated[
+    dict[Number, Annotated[float, Field(ge=1e-12, le=1e6)]],
+    Field(min_length=1, max_length=256),
+]
 T = TypeVar("T")
 
 
 class Stored(BaseModel):
-    """A part of a calibration, or a piece of one; keys of other versions are ignored."""
+    """A part of a calibration, or a piece of one; keys of later versions are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Timed(Stored):
+    """Median seconds by batch size."""
+
+    layer: Seconds
+    lm_head: Seconds
 
 
 class Timing(Stored):
     """What gives the cost of drafts relative to a pass of the target."""
 
+    seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
     # A d x d matrix relative to a decoder layer; missing in early calibrations
     transform_in_layers: Amount = 0.0
@@ -46,15 +58,27 @@ class ByDrafts(Stored):
     """Counts with 1, 2, ... drafts per step."""
 
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
+    repeated_4_grams: Share = 0.0
+    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
+    # Drafts accepted per step at each position
+    by_category: dict[str, list[Share]] = Field(default_factory=dict)
 
 
-# "greedy", and "T 0.8" or another temperature
-ByTexts = Annotated[dict[str, T], Field(min_length=2, max_length=2)]
+def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
+    if len(by_texts) != 2 or "greedy" not in by_texts:
+        raise ValueError("acceptance must have greedy and sampled texts")
+    return by_texts
+
+
+ByTexts = Annotated[
+    dict[Annotated[str, Field(max_length=80)], T], AfterValidator(_on_two_texts)
+]
 
 
 def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
     """The part measured on greedy texts, or on the sampled ones."""
-    return next(by_texts[name] for name in by_texts if (name == "greedy") == greedy)
+    (name,) = (name for name in by_texts if (name == "greedy") == greedy)
+    return by_texts[name]
 
 
 class Parts(Stored):

@@ -213,3 +213,11 @@ class EarlyConfig(HeadsConfig):
                         trained=trained,
                         served={"exit_layer": layer, "num_speculative_tokens": n},
                     )
+
+    def match_rates(self, parts: EarlyParts) -> list[tuple[int, int, bool, float]]:
+        return [
+            (layer, k, form == TRAINED, rate)
+            for k, forms in parts.matches.match.items()
+            for form, rates in forms.items()
+            for layer, rate in zip(parts.matches.layers, rates, strict=True)
+        ]

@@ -29,13 +29,8 @@ def test_card_of_heads_that_were_trained(whole_heads: Factory, tmp_path: Path) -
     card = ModelCard.load(folder / NAME)
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "acme/target")
     assert {"speculative-decoding", "cp"} <= set(card.data.tags)
-    for part in (
-        "vllm serve acme/target --speculative-model",
-        "4096",
-        "4.25",
-        "5.5",
-        "Not calibrated",
-    ):
+    served = "vllm serve acme/target --speculative-model"
+    for part in (served, "4096", "4.25", "5.5", "Not calibrated"):
         assert part in card.text, part
     assert "/secret" not in card.text
 
