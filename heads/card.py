@@ -39,8 +39,9 @@ def write_card(
         facts = provenance_of(folder)
     except HeadsError:  # the heads were not trained here
         facts = Provenance(command="", time="not known")
-    body = _body(config, facts, calibration)
-    if not path.exists():
+    if path.exists():
+        card = path.read_text(encoding="utf-8")
+    else:
         data = ModelCardData(
             license=facts.options.get("license", "other"),
             library_name="vllm",
@@ -48,11 +49,11 @@ def write_card(
             base_model=config.verifier if hub_name(config.verifier) else None,
             tags=["speculative-decoding", "vllm-ppd", "speculators", config.kind],
         )
-        write_text(path, f"---\n{data.to_yaml()}\n---\n{BEGIN}\n\n{body}\n\n{END}\n")
-        return
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        card = f"---\n{data.to_yaml()}\n---\n{BEGIN}{END}\n"
+    before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
+        body = _body(config, facts, calibration)
         write_text(path, f"{before}{BEGIN}\n\n{body}\n\n{END}{after}")
 
 

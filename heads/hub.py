@@ -7,7 +7,7 @@ endpoint apply.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -76,8 +76,14 @@ def folder_of(name: str | os.PathLike[str], file: str) -> str:
     return os.path.dirname(path)
 
 
-def whole_folder(name: str | os.PathLike[str]) -> str:
+def whole_folder(
+    name: str | os.PathLike[str], files: Sequence[str] = ("*.json", "*.safetensors")
+) -> str:
     """The folder of heads on this disk, with all of their files.
+
+    Args:
+        name: a folder, which is returned as it is, or a name on the Hub.
+        files: patterns of the names of files.
 
     Raises:
         HeadsError: as folder_of.
@@ -91,7 +97,7 @@ def whole_folder(name: str | os.PathLike[str]) -> str:
         return snapshot_download(
             repository.repo,
             revision=repository.revision,
-            allow_patterns=["*.json", "*.safetensors"],
+            allow_patterns=list(files),
             ignore_patterns="*/*",  # the base model that the full recipe writes
             token=_token.get(),
         )

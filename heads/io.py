@@ -70,7 +70,7 @@ def load_config(
         found = quoted(kind or data.get("speculators_model_type"))
         raise HeadsError(
             f"{named(path)} holds heads of kind {found}; expected kind "
-            f"{', '.join(kinds)}"
+            f"{', '.join(map(repr, kinds))}"
         )
     try:
         return cast(Config, KINDS[str(kind)].model_validate(data))

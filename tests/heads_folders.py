@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small heads folders of every kind for the tiny llama, made without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -89,32 +88,6 @@ def make_heads(
     config = config_of(kind, model, sizes, **changes)
     save_heads(folder, config, blank_tensors(config, 0.01))
     return folder
-
-
-def write_calibration(folder: Path, kind: str) -> None:
-    """A calibration from which a speed-up can be predicted."""
-    counts = [
-        {"cycles": 100.0, "drafted": 100.0 * n, "length": 1 + 0.6 * n} for n in (1, 2)
-    ]
-    parts: dict[str, Any] = {"timing": {"lm_head_share": 0.1}}
-    if kind == "early":
-        by_layer = {"Y": {"2": counts, "4": counts}}
-        parts["matches"] = {
-            "layers": [2, 4],
-            "match": {"1": {"Y": [0.3, 0.4]}},
-            "acceptance": {"greedy": by_layer, "T 0.8": by_layer},
-        }
-    elif kind == "dynamo":
-        rows = [
-            count | {"drafts_allowed": n, "eps_b": 0.0}
-            for n, count in enumerate(counts, start=1)
-        ]
-        parts["acceptance"] = {"greedy": {"rows": rows}, "T 0.8": {"rows": rows}}
-    else:
-        by_drafts = {"by_drafts": counts}
-        parts["acceptance"] = {"greedy": by_drafts, "T 0.8": by_drafts}
-    calibration = {"finished": True, "parts": parts}
-    (folder / "calibration.json").write_text(json.dumps(calibration))
 
 
 def log_likelihood(

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import AliasChoices, BaseModel, Field
@@ -25,9 +24,8 @@ class InspectOptions(BaseModel):
 def run(options: InspectOptions) -> int:
     """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.errors import HeadsError
-    from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
+    from vllm_ppd.heads.hub import whole_folder
     from vllm_ppd.heads.io import (
-        CALIBRATION_NAME,
         CONFIG_NAME,
         check_folder,
         load_calibration,
@@ -35,9 +33,7 @@ def run(options: InspectOptions) -> int:
     )
     from vllm_ppd.heads.target import check_on_disk, find_target
     from vllm_ppd.heads.text import in_words
-    from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
     from vllm_ppd.heads.training.provenance import provenance_of
-    from vllm_ppd.heads.weight_files import WEIGHTS_NAME
 
     given = options.target
     if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():
@@ -45,15 +41,11 @@ def run(options: InspectOptions) -> int:
             f"--target {given}: the folder has no {CONFIG_NAME}; give the folder of a "
             "model"
         )
-    name = pinned(options.heads, CONFIG_NAME)
-    folder = folder_of(name, CONFIG_NAME)
+    folder = whole_folder(options.heads, ["*.json"])
     config = load_config(folder)
-    is_fetched = hub_name(name) is None or cached(name, WEIGHTS_NAME) is not None
+    is_fetched = folder == options.heads or any(Path(folder).glob("*.safetensors"))
     if is_fetched:
         check_folder(folder)
-    for file in (PROVENANCE, CALIBRATION_NAME):
-        with suppress(HeadsError):
-            folder_of(name, file)
     shapes = config.shapes().values()
     weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
     lines = {"kind": config.kind}

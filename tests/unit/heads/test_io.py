@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,15 +45,15 @@ def test_stored_heads_are_sound(config: Path) -> None:
     assert tensors.keys() == loaded.shapes().keys()
 
 
-def damaged_weights(change: Callable[[bytes], bytes]) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        path.write_bytes(change(path.read_bytes()))
-
-    return damage
+def truncated(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
 
 
 def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x80\x04 a pickle")
+
+
+def renamed(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -65,10 +64,8 @@ NOT_FINITE = "has numbers that are not finite; train or copy the heads again"
 METHODS = ("speculators_config", "proposal_methods")
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("early", tensor("exit.4.transform", with_value(float("nan"))), NOT_FINITE),
-    ("cp", GATE(with_value(float("inf"))), f"tensor 'cp.gate' {NOT_FINITE}"),
     ("dynamo", tensor(UP, with_value(-float("inf"))), f"'{UP}' {NOT_FINITE}"),
     ("cp", GATE(torch.Tensor.long), "'cp.gate' is of int64, expected float32"),
-    ("cp", GATE(torch.Tensor.bfloat16), "'cp.gate' is of bfloat16, expected"),
     ("cp", GATE(lambda gate: gate[:, :32]), r"shape \[2, 32\], expected \[2, 64\]"),
     ("cp", COUNTS(torch.Tensor.float), "is of float32, expected int32 or int64"),
     ("cp", COUNTS(with_value(-1)), "counts in tensor 'token_counts' are negative"),
@@ -82,15 +79,12 @@ DAMAGES: list[tuple[str, Damage, str]] = [
         tensor("cooccurrence.2.counts", with_value(1 << 30, 0)),
         "their sum is more than",
     ),
-    ("cp", damaged_weights(lambda data: data[:-100]), "is not whole safetensors"),
-    ("cp", damaged_weights(lambda _: b"\x80\x04 a pickle"), "is not whole safetensors"),
-    ("cp", damaged_weights(lambda _: b""), "is not whole safetensors"),
-    ("cp", pickled, "has no model.safetensors; save the heads as safetensors"),
+    ("cp", truncated, "is not whole safetensors"),
+    ("cp", pickled, "is not whole safetensors"),
+    ("cp", renamed, "has no model.safetensors; save the heads as safetensors"),
     ("dynamo", edited("layer_tensors", value={}), "layer_tensors={}: .* at least 1"),
     ("dynamo", edited("sampling", "k", value=True), "k=True: .*correct it, or write"),
-    ("early", edited("exit_layers", value=[2, 4, 6]), "exit_layers"),
     ("cp", edited("rank", value=2.0), "rank=2.0: .*correct it"),
-    ("cp", edited("rank", value=10**9), "rank"),
     ("cp", config_text(b""), "config.json .* is not valid JSON .*; write"),
     ("cp", config_text(b"[]"), r"config.json .* holds \[\], not an object; write"),
     ("cp", lambda folder: (folder / "config.json").unlink(), "has no config.json"),
@@ -100,12 +94,6 @@ DAMAGES: list[tuple[str, Damage, str]] = [
         r"holds heads of kind 'c\\n\\x1b\[1mp'; expected",
     ),
     ("cp", edited(*METHODS, value=[]), "0.speculative_tokens: Field required"),
-    (
-        "cp",
-        edited("speculators_config", "verifier", value=[]),
-        "verifier.name_or_path: Field required",
-    ),
-    ("cp", edited("transformer_layer_config", value=None), "layer_config=None: Input"),
 ]
 
 

@@ -151,7 +151,6 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-@torch.no_grad()
 def test_exits_against_a_slow_count(
     heads: Callable[[str], Path], data: Path, kind: str
 ) -> None:
@@ -162,7 +161,8 @@ def test_exits_against_a_slow_count(
     measured = read_exits(calibration, texts)
     temperature = texts.temperature or 1.0
     for row, ids in enumerate(texts.ids):
-        states = target.model(ids[None], output_hidden_states=True)
+        with torch.no_grad():
+            states = target.model(ids[None], output_hidden_states=True)
         for j, token in enumerate(texts.generated[row].tolist()):
             at = texts.prompt + j - 1
             p = torch.softmax(states.logits[0, at] / temperature, -1)
