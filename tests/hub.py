@@ -31,7 +31,6 @@ class Hub:
         # By repository and a branch, a tag or a commit: the commit and its folder
         self.folders: dict[tuple[str, str], tuple[str, Path]] = {}
         self.private: set[str] = set()
-        self.broken = False  # answers 503
         self.requests: list[str] = []
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> None:
@@ -49,8 +48,6 @@ class Hub:
         repo, verb, revision, file = match.groups()
         self.requests.append(file)
         is_allowed = repo not in self.private or token == f"Bearer {TOKEN}"
-        if self.broken:
-            return 503, {}, b""
         if not is_allowed or repo not in {name for name, _ in self.folders}:
             return 401, {"X-Error-Code": "RepoNotFound"}, b""
         if (repo, revision or "main") not in self.folders:

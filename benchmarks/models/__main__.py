@@ -8,27 +8,18 @@ from __future__ import annotations
 import sys
 
 from vllm_ppd.benchmarks.models import answers, corpus, eagle, inflate, smollm
-from vllm_ppd.benchmarks.models import train as demo
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.main import main
 
-HIDDEN = frozenset({"model", "recipe"})
 MODULES = {
     "corpus": (corpus, "write the demo corpus", corpus.CorpusOptions),
-    "train": (demo, "train the demo model", demo.DemoOptions),
     "eagle": (eagle, "train an EAGLE head", eagle.EagleOptions),
     "inflate": (inflate, "make models and heads wider", inflate.InflateOptions),
     "unpack": (answers, "restore a target's answers", answers.UnpackOptions),
     "smollm": (smollm, "make SmolLM2-135M-Instruct", smollm.SmolLMOptions),
 }
 COMMANDS = {
-    name: Command(
-        text,
-        str(module.__doc__),
-        module.run,
-        options,
-        hidden=HIDDEN if module is demo else frozenset(),
-    )
+    name: Command(text, str(module.__doc__), module.run, options)
     for name, (module, text, options) in MODULES.items()
 }
 

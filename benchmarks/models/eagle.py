@@ -28,53 +28,27 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 
-class ModelOptions(TrainingOptions):
-    """Training options of a small model: Muon for matrices, AdamW for the rest."""
+class EagleOptions(TrainingOptions):
+    """Training options of an EAGLE head: Muon for matrices, AdamW for the rest."""
+
+    kind: ClassVar[str] = "eagle"
 
     # Muon needs a quarter of AdamW's tokens at this size
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = Field(
-        7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices"
+        7e-3, gt=0, description="peak learning rate of Muon: the layer's matrices"
     )
     others_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate of AdamW: embeddings and vectors"
+        1e-3, gt=0, description="peak learning rate of AdamW: vectors"
     )
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of the matrices"
     )
-
-
-class ModelRecipe(Recipe):
-    """A recipe for a small model."""
-
-    def matrices(self) -> list[nn.Parameter]:
-        """The parameters for Muon."""
-        return [p for p in self.parameters() if p.dim() == 2]
-
-    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        matrices = self.matrices()
-        others = [
-            p for p in self.parameters() if all(p is not matrix for matrix in matrices)
-        ]
-        vectors = {
-            "params": others,
-            "peak": self.options.others_rate,
-            "muon": False,
-            "weight_decay": 0.0,
-        }
-        return [{"params": matrices, "peak": learning_rate}, vectors]
-
-
-class EagleOptions(ModelOptions):
-    """Training options of an EAGLE head."""
-
-    kind: ClassVar[str] = "eagle"
-
     batch_size: int = Field(8, ge=1, description="windows per step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
 
 
-class Eagle(ModelRecipe):
+class Eagle(Recipe):
     """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1,
     state that gave it]).
 
@@ -101,6 +75,16 @@ class Eagle(ModelRecipe):
         self.layer = layer
         self.rotary: Any = LlamaRotaryEmbedding(config)
         self.to(target.device)
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        vectors = {
+            "params": [p for p in self.parameters() if p.dim() == 1],
+            "peak": self.options.others_rate,
+            "muon": False,
+            "weight_decay": 0.0,
+        }
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        return [{"params": matrices, "peak": learning_rate}, vectors]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits [..., V] for states [..., hidden]."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that benchmarks run on: inflated ones, an EAGLE head, the demo model,
-packed answers, and make's rules.
+"""The models that benchmarks run on: inflated ones, an EAGLE head, packed answers, and
+make's rules.
 """
 
-import itertools
 import json
 import lzma
 import subprocess
@@ -18,13 +17,13 @@ from conftest import DEMO, ROOT, start_engine, write_texts
 from heads_folders import config_of
 from records import templated, write
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
 from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest
 from vllm_ppd.benchmarks.models.answers import run as unpack
-from vllm_ppd.benchmarks.models.corpus import sources, split
+from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.inflate import (
     InflateOptions,
     inflate_heads,
@@ -154,40 +153,20 @@ def test_an_eagle_head_drafts_in_vllm(tmp_path: Path) -> None:
     assert llm.counts["accepted"] > 0
 
 
-def test_a_demo_model_is_trained_and_loads(tmp_path: Path) -> None:
-    texts = [text for _, text in itertools.islice(sources(), 30)]
-    data = write_texts(tmp_path / "train.jsonl", texts)
-    out = tmp_path / "model"
-    words = f"train --data {data} --out {out} --layers 2 --hidden 96 --vocabulary 257"
-    sizes = "--sequence-length 64 --evaluation-tokens 512 --steps 12"
-    assert main([*words.split(), *sizes.split()], COMMANDS, "models") == 0
-    facts = json.loads((out / "provenance.json").read_text())
-    before = facts["held_out_before"]["nats_a_token"]
-    assert facts["held_out_after"]["nats_a_token"] < before
-    model = AutoModelForCausalLM.from_pretrained(out)
-    assert model.config.num_hidden_layers == 2 and model.dtype == torch.bfloat16
-    assert len(AutoTokenizer.from_pretrained(out)) == 257
-
-
 def test_answers_come_back_with_the_prompts_that_are_there(tmp_path: Path) -> None:
     tokenizer = templated("{{ messages[-1].content }}")
     tokenizer.save_pretrained(tmp_path)
-    ids = {text: tokenizer(text)["input_ids"] for text in ("one", "two")}
-    answers = str(tmp_path / "answers.jsonl.xz")
-    with lzma.open(answers, "wt") as lines:
-        for text, answer in (("one", [9]), ("two", [7, 8])):
-            line = {"prompt": digest(ids[text]), "token_ids": answer, "end": "stop"}
+    one, two = tokenizer(["one", "two"])["input_ids"]
+    with lzma.open(tmp_path / "answers", "wt") as lines:
+        for prompt, answer in ((one, [9]), (two, [7, 8])):
+            line = {"prompt": digest(prompt), "token_ids": answer, "end": "stop"}
             lines.write(json.dumps(line) + "\n")
     chat = {"messages": [{"role": "user", "content": "two"}]}
-    prompts = write(tmp_path / "prompts.jsonl", chat)
-    out = tmp_path / "out.jsonl"
-    unpack(
-        UnpackOptions(
-            model=str(tmp_path), answers=answers, prompts=prompts, out=str(out)
-        )
-    )
-    assert json.loads(out.read_text()) == {
-        "prompt_token_ids": ids["two"],
+    write(tmp_path / "prompts", chat)
+    given = {name: str(tmp_path / name) for name in ("answers", "prompts", "out")}
+    unpack(UnpackOptions(model=str(tmp_path), **given))
+    assert json.loads((tmp_path / "out").read_text()) == {
+        "prompt_token_ids": two,
         "token_ids": [7, 8],
         "finish_reason": "stop",
         "index": 1,
@@ -201,7 +180,6 @@ SMOLLM = "build/smollm/model", "benchmarks/smollm/heads/cp"
     ("arguments", "target", "drafts"),
     [
         ((), "benchmarks/demo/model", "ppd"),
-        (("HEADS=cp",), "benchmarks/demo/model", "benchmarks/demo/heads/cp"),
         (("MODEL=smollm", "HEADS=cp"), *SMOLLM),
         (("MODEL=/models/other", "HEADS=/some/heads"), "/models/other", "/some/heads"),
     ],

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo model's heads: better than none, and accepted by vLLM exactly as often as
-`ppd calibrate` says.
-"""
+"""The demo model's heads are accepted by vLLM exactly as often as `ppd calibrate` says."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import overfitted
 import pytest
 import torch
@@ -25,25 +21,9 @@ from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
 
-HEADS = DEMO.parent / "heads"
 PROMPT = 48
 TOKENS = 64
 EXIT = 9
-
-
-def test_model_and_heads_fit_the_repository() -> None:
-    files = [
-        path for folder in (DEMO, HEADS) for path in folder.rglob("*") if path.is_file()
-    ]
-    assert sum(path.stat().st_size for path in files) < 16 << 20
-    assert {path.suffix for path in files} <= {".json", ".md", ".safetensors"}
-
-
-def test_trained_beats_untrained_at_every_exit_and_k() -> None:
-    calibration = json.loads((HEADS / "early" / "calibration.json").read_text())
-    for rates in calibration["parts"]["matches"]["match"].values():
-        assert len(rates["N"]) == 11
-        assert (np.array(rates["Y"]) > np.array(rates["N"])).all()
 
 
 @pytest.fixture(scope="module")

@@ -26,12 +26,10 @@ from vllm import SamplingParams
 pytestmark = pytest.mark.engine
 
 RECURRENT = ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4})
-LAYERS = ("cp", {"rank": 3, "condition": "recurrent", "layers": (1, 3)})
 METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
     "cp": {"method": "cp", "heads": RECURRENT},
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": RECURRENT},
-    "cp-layers": {"method": "cp", "heads": LAYERS},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}

@@ -16,14 +16,12 @@ import torch
 from conftest import ROOT, Factory
 from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_value
 from vllm import EngineArgs
-from vllm.transformers_utils.config import maybe_override_with_speculators
 
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.io import check_folder, load_tensors, save_heads
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.patches import vllm_version
 
 STORED = sorted(ROOT.glob("benchmarks/*/heads/*/config.json"))
 
@@ -122,23 +120,6 @@ def test_names_that_are_no_folder(readers: Readers, folder: str) -> None:
         assert re.search("does not exist|is empty|is neither a method", line), (
             f"{name}: {line}"
         )
-
-
-def test_config_is_in_speculators_format(
-    heads_folder: Factory, tiny_model: Factory
-) -> None:
-    if not vllm_version().startswith("0.32"):
-        pytest.skip("vLLM 0.33 reads targets on the Hub alone from such a config")
-    folder = heads_folder()
-    model, tokenizer, speculative = maybe_override_with_speculators(
-        str(folder), None, trust_remote_code=False
-    )
-    assert model == tokenizer == str(tiny_model())
-    assert speculative == {
-        "method": "early",
-        "num_speculative_tokens": 2,
-        "model": str(folder),
-    }
 
 
 def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
