@@ -6,12 +6,15 @@ benchmarks run on.
 from __future__ import annotations
 
 import sys
+from typing import Any
+
+from pydantic import BaseModel
 
 from vllm_ppd.benchmarks.models import answers, corpus, eagle, inflate, smollm
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.main import main
 
-MODULES = {
+MODULES: dict[str, tuple[Any, str, type[BaseModel]]] = {
     "corpus": (corpus, "write the demo corpus", corpus.CorpusOptions),
     "eagle": (eagle, "train an EAGLE head", eagle.EagleOptions),
     "inflate": (inflate, "make models and heads wider", inflate.InflateOptions),

@@ -79,14 +79,14 @@ def run(options: InspectOptions) -> int:
     return 0
 
 
-def _if_there(read: Callable[[], str]) -> str:
+def _if_there(read: Callable[[], object]) -> str:
     """A value from an optional file of heads, or why there is none, which does not keep
     heads from loading.
     """
     from vllm_ppd.heads.errors import HeadsError, MissingFile
 
     try:
-        return read()
+        return str(read())
     except MissingFile:
         return "no"
     except HeadsError as error:
