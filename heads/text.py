@@ -88,8 +88,8 @@ def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table of names, on the left, and numbers."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     first, *others = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [["-" * first, *("-" * (width - 1) + ":" for width in others)]]
+    lines = []
     for name, *numbers in cells:
         lines.append([name.ljust(first), *map(str.rjust, numbers, others)])
-    lines[:2] = lines[1], lines[0]  # the rule is below the header
+    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
