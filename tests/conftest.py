@@ -334,16 +334,14 @@ def heads_folder(
 
 @pytest.fixture(scope="session")
 def whole_heads(tiny_model: Factory, made_once: Factory) -> Callable[[str], Path]:
-    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to
-    be copied, not changed.
+    """whole_heads(kind): a sound heads folder for the tiny llama; to be copied, not
+    changed.
     """
     import heads_folders
 
-    def make(folder: Path, kind: str) -> None:
-        heads_folders.make_heads(folder, kind, tiny_model())
-        heads_folders.write_calibration(folder, kind)
-
-    return lambda kind: made_once(kind, lambda folder: make(folder, kind))
+    return lambda kind: made_once(
+        kind, lambda folder: heads_folders.make_heads(folder, kind, tiny_model())
+    )
 
 
 @pytest.fixture(scope="session")

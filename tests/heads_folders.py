@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small heads folders of every kind for the tiny llama, made without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from transformers import AutoConfig
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
-from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import save_heads
-from vllm_ppd.heads.recurrent.config import RecurrentConfig
+from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import decoder_layer, fingerprint
 from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -37,40 +34,32 @@ def config_of(
         "num_hidden_layers": tiny.LAYERS,
         **(sizes or {}),
     }
-    shared: dict[str, Any] = {
+    given: dict[str, Any] = {
         "verifier": str(model),
         "target": TargetLayers(model_type="llama", **layers),
         "num_speculative_tokens": 2,
         "fingerprint": fingerprint(model),
     }
     if kind == "early":
-        return EarlyConfig(
-            **shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes
-        )
-    if kind == "cp":
-        return CPConfig(
-            **shared | {"positions": 3, "rank": 2, "token_counts": True} | changes
-        )
-    if kind == "recurrent":
-        sizes_of_heads = {
+        given |= {"exit_layers": [2, 4], "default_exit_layers": [4]}
+    elif kind == "cp":
+        given |= {"positions": 3, "rank": 2, "token_counts": True}
+    elif kind == "recurrent":
+        given |= {
+            "target": given["target"].model_dump(),
             "vocab_size": layers["vocab_size"],
             "emb_dim": layers["hidden_size"],
             "inner_dim": 16,
+            "n_predict": 2,
+            "token_counts": True,
         }
-        target = {"target": shared["target"].model_dump()}
-        return RecurrentConfig(
-            **shared
-            | target
-            | sizes_of_heads
-            | {"n_predict": 2, "token_counts": True}
-            | changes
-        )
-    layers_of_heads = {
-        "tokens": 3,
-        "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
-        "cooccurrence_entries": {2: 4, 3: 4},
-    }
-    return DynaMoConfig(**shared | layers_of_heads | changes)
+    else:
+        given |= {
+            "tokens": 3,
+            "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
+            "cooccurrence_entries": {2: 4, 3: 4},
+        }
+    return ALL_KINDS[kind](**given | changes)
 
 
 def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
@@ -100,47 +89,6 @@ def make_heads(
     config = config_of(kind, model, sizes, **changes)
     save_heads(folder, config, blank_tensors(config, 0.01))
     return folder
-
-
-def write_calibration(folder: Path, kind: str) -> None:
-    """A calibration from which a speed-up can be predicted."""
-    counts = [
-        {
-            "cycles": 100.0,
-            "drafts": 100.0,
-            "drafted": 100.0 * n,
-            "accepted": 60.0 * n,
-            "length": 1 + 0.6 * n,
-        }
-        for n in (1, 2)
-    ]
-    rows = [
-        count | {"drafts_allowed": n, "eps_b": 0.0}
-        for n, count in enumerate(counts, start=1)
-    ]
-    seconds = {"1": 1e-3, "4": 1e-3, "8": 2e-3}
-    parts: dict[str, Any] = {
-        "timing": {
-            "seconds": {"layer": seconds, "lm_head": seconds},
-            "lm_head_share": 0.1,
-        }
-    }
-    texts = ("greedy", "T 0.8")
-    if kind == "early":
-        by_layer = {"N": {"2": counts, "4": counts}, "Y": {"2": counts, "4": counts}}
-        match = {"1": {"N": [0.1, 0.2], "Y": [0.3, 0.4]}}
-        parts["matches"] = {
-            "layers": [2, 4],
-            "match": match,
-            "acceptance": dict.fromkeys(texts, by_layer),
-        }
-    elif kind in ("cp", "recurrent"):
-        parts["acceptance"] = {name: {"by_drafts": counts} for name in texts}
-    else:
-        parts["acceptance"] = {name: {"rows": rows} for name in texts}
-    (folder / "calibration.json").write_text(
-        json.dumps({"finished": True, "parts": parts})
-    )
 
 
 def log_likelihood(

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import first_problem, named, read_json_object
+from vllm_ppd.heads.files import named, read_json_object
+from vllm_ppd.heads.text import first_problem
 
 NAME = "provenance.json"
-LONGEST = 16 << 20  # bytes
 PACKAGES = (
     "vllm-ppd",
     "vllm",
@@ -129,7 +129,7 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
     path = Path(folder) / NAME
     instead = "train the heads again, or delete it"
     try:
-        return Provenance.model_validate(read_json_object(path, LONGEST, instead))
+        return Provenance.model_validate(read_json_object(path, instead))
     except ValidationError as error:
         raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
 

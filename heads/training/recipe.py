@@ -14,9 +14,10 @@ from torch import nn
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import first_problem, write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
+from vllm_ppd.heads.text import first_problem
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore

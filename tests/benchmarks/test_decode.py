@@ -347,8 +347,8 @@ def test_make_evidence_has_valid_commands() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--batch-sizes 0", "--batch-sizes 0: input should be greater than 0"),
-        ("--engine [1]", "--engine [1]: input should be a valid dictionary"),
+        ("--batch-sizes 0", "--batch-sizes='0': Input should be greater than 0"),
+        ("--engine [1]", "--engine=[1]: Input should be a valid dictionary"),
         ("--temperatures 0,-1", "--temperatures"),
         ("--plain lookahead", "--plain"),
     ],

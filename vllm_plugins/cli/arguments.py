@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.text import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import first_problem
 
 # What marks a field for pydantic-settings.
 POSITIONAL = get_args(CliPositionalArg)[1:]
@@ -142,7 +142,7 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     try:
         return model(**values)
     except ValidationError as error:
-        raise UserError(_problem(error)) from None
+        raise UserError(first_problem(error, _flag)) from None
 
 
 def _add_argument(
@@ -178,14 +178,5 @@ def _from_yaml(file: str) -> dict[str, Any]:
         ) from None
 
 
-def _problem(error: ValidationError) -> str:
-    """The first problem of options, with its flag."""
-    problem = error.errors()[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if not problem["loc"]:  # the options do not go together, and the message names them
-        return message
-    flag = f"--{problem['loc'][0]}".replace("_", "-")
-    if problem["type"] == "missing":
-        return f"{flag}: {message}"
-    return f"{flag} {shortened(str(problem['input']), LONGEST_VALUE)}: {message}"
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

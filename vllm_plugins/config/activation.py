@@ -20,10 +20,9 @@ from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.target import (
     TOKENIZER_NAME,
-    check_layers,
     check_target,
     fingerprint,
-    tokenizer_hashes,
+    vocabulary_hash,
 )
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
@@ -210,15 +209,7 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
     at_hand = _fingerprint_at_hand(model_config)
-    other_weights = check_target(
-        heads,
-        folder,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_hidden_layers,
-        fingerprint=at_hand,
-        strict=not options.verify,
-    )
+    other_weights = check_target(heads, folder, target, at_hand, not options.verify)
     if other_weights is not None:
         logger.warning("vllm-ppd: %s", other_weights)
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
@@ -226,7 +217,6 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
             "vllm-ppd: the target's lm_head was not compared with that of the heads' "
             "target, as it is not on this disk yet, or is stored in another form"
         )
-    check_layers(heads, folder, target)
     refuse_layers_read(heads, folder, model_config)
     check_folder(folder)
     return heads
@@ -253,9 +243,7 @@ def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
             folder = hub.folder_of(
                 str(hub.HubName(name.repo, revision)), TOKENIZER_NAME
             )
-            found = found.model_copy(
-                update=tokenizer_hashes(Path(folder, TOKENIZER_NAME))
-            )
+            found.vocabulary = vocabulary_hash(Path(folder, TOKENIZER_NAME))
     return found
 
 

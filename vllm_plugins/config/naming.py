@@ -24,7 +24,6 @@ from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {config.architecture for config in KINDS.values()}
 TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
 # keywords, files, classes of users
@@ -158,9 +157,7 @@ def is_heads_folder(folder: str) -> bool:
         HeadsError: if its configuration is unusable.
     """
     try:
-        data = read_json_object(
-            Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again"
-        )
+        data = read_json_object(Path(folder) / CONFIG_NAME, "write it again")
     except MissingFile:
         if _has_our_tensors(folder):
             raise

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.text import quoted
+from vllm_ppd.heads.text import first_problem, quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 # Where our resolved options travel inside VllmConfig.additional_config.
@@ -285,7 +285,7 @@ def merge_flags(
                 DraftingOptions.model_validate({name: text}, strict=False), name
             )
         except ValidationError as error:
-            raise OptionError(f"{flag_name(name)}={first_problem(error)}") from None
+            raise OptionError(first_problem(error, flag_name)) from None
     return merged
 
 
@@ -337,9 +337,7 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
             **{key: value for key, value in options.items() if value is not None}
         )
     except ValidationError as error:
-        raise OptionError(
-            f"speculative_config: {error.errors()[0]['loc'][0]}={first_problem(error)}"
-        ) from None
+        raise OptionError(f"speculative_config: {first_problem(error)}") from None
     for key, value in options.items():
         methods = methods_of(key)
         if value is not None and parsed.method not in methods:
@@ -369,12 +367,6 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 def _words(name: str) -> set[str]:
     """The words of an option's name, of several for the same thing always the same one."""
     return {_SAME.get(word, word) for word in re.split(r"[_\W]+", name.lower())}
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first wrong value, and what is wrong with it."""
-    problem = error.errors()[0]
-    return f"{quoted(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def methods_of(field: str) -> list[str]:

@@ -120,21 +120,21 @@ def test_a_yaml_file_gives_options_and_flags_take_precedence(
         ),
         (
             ["fit", "m", "--out", "o", "--minutes", "x"],
-            "--minutes x: input should be a valid number",
+            "--minutes='x': Input should be a valid number",
         ),
         (
             ["fit", "m", "--out", "o", "--minutes", "0"],
-            "--minutes 0: input should be greater than 0",
+            "--minutes='0': Input should be greater than 0",
         ),
-        (["fit", "m"], "--out: field required"),
+        (["fit", "m"], "--out: Field required"),
         (["fit", "--out", "o"], "the following arguments are required: MODEL"),
         (
             ["data", "--model", "m", "--out", "o", "--precision", "int4"],
-            "--precision int4: input should be",
+            "--precision='int4': Input should be",
         ),
         (
             ["train", "cp", *GIVEN, "--rank", "0"],
-            "--rank 0: input should be greater than",
+            "--rank='0': Input should be greater than",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory, patterned_texts, write_texts
-from hub import running_hub, use
+from hub import running_hub
 from published import LAYOUTS, publish
 from refusals import (
     SERVE,
@@ -77,14 +77,14 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
 @pytest.mark.parametrize(
     ("layout", "key", "value", "message"),
     [
-        ("ibm", "n_predict", 4, "has no tensor 'proj.3.weight'; write"),
+        ("ibm", "n_predict", 4, "has no tensor 'proj.3.weight'; train"),
         ("ibm", "n_predict", 0, "greater than or equal to 1"),
         ("ibm", "n_predict", ..., "n_predict=None is not an integer"),
         ("ibm", "emb_dim", True, "emb_dim=True is not an integer"),
         ("ibm", "emb_dim", 128, "has shape|hidden_size is 128 there, but 64"),
         ("ibm", "vocab_size", 640, "has shape|vocab_size is 640 there, but 320"),
         ("ibm", "inner_dim", -1, "inner_dim=-1 is not a width"),
-        ("ibm", "tie_weights", "yes", "tie_weights: Input should be a valid boolean"),
+        ("ibm", "tie_weights", "yes", "tie_weights=.*: Input should be a valid boolean"),
         ("arctic-mlp", "inner_dim", "24.24", "has 2 layers; only heads with one"),
         ("arctic-lstm", "inner_dim", [24, 24], r"inner_dim=\[24, 24\] has 2 layers"),
         ("arctic-lstm", "emb_dim", "32", "emb_dim='32' must be inner_dim=24"),
@@ -119,7 +119,7 @@ def indexed(places: Any) -> Damage:
         (tensor(HEAD, lambda head: head[:300]), rf"{HEAD}' has shape \[300, 24\]"),
         (
             tensor(HEAD, lambda head: head.to(torch.float8_e4m3fn)),
-            "is of f8_e4m3, expected float32 or bfloat16",
+            "is of float8_e4m3fn, expected float32 or bfloat16",
         ),
         (pickled, "has no model.safetensors; save the heads as safetensors"),
         (indexed({}), "has no weight_map; copy or write the heads again"),
@@ -167,11 +167,9 @@ def test_shards_on_the_hub(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = publish(tmp_path / "recurrent", "arctic-lstm", "speculator.", 3)
-    with running_hub() as hub:
-        use(hub, tmp_path, monkeypatch)
+    with running_hub(tmp_path, monkeypatch) as hub:
         hub.add("acme/lstm", folder)
         command("inspect", "acme/lstm")
-        assert hub.sent.get("model-00001-of-00003.safetensors", 0) > 0
         assert readers.server(spec_model="acme/lstm").num_speculative_tokens == 3
         shutil.rmtree(folder)
         config, tensors = load_tensors(f"acme/lstm@{hub.commit('acme/lstm', 'main')}")
