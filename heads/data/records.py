@@ -50,12 +50,6 @@ class Document:
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
     mask: list[bool] | None = None  # which of `ids` the model writes
     cut_off: bool = False  # whether the response goes on after the document's end
-    category: str = ""  # from the record's column of that name
-
-    @property
-    def asks(self) -> bool:
-        """Whether it says what the model is to continue."""
-        return self.prompt is not None or self.prompt_ids is not None
 
     @property
     def has_response(self) -> bool:
@@ -108,12 +102,6 @@ class Chat:
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    category: str = ""
-
-    @property
-    def asks(self) -> bool:
-        """Whether it says what the model is to continue: it has a user's message."""
-        return any(message["role"] == "user" for message in self.messages)
 
 
 def parse_record(record: Any, where: str) -> Document | Chat:
@@ -131,30 +119,21 @@ def parse_record(record: Any, where: str) -> Document | Chat:
     if not isinstance(record, dict):
         raise TrainingError(f"{where} is no JSON object; each record needs {NEEDED}")
     columns = {name: value for name, value in record.items() if value is not None}
-    parsed = _parse(columns, where)
-    if parsed is None and COLUMNS & record.keys():
-        raise Skipped("the text is null")
-    if parsed is None:
-        names = (
-            shortened(", ".join(map(repr, sorted(record))), LONGEST_VALUE)
-            or "no columns"
-        )
-        raise TrainingError(f"{where} has {names}; each record needs {NEEDED}")
-    return replace(parsed, category=str(columns.get("category", "")))
-
-
-def _parse(columns: dict[str, Any], where: str) -> Document | Chat | None:
     if "prompt_token_ids" in columns:
         return _tokens(columns, where)
     if "messages" in columns:
-        return Chat(
-            _messages(columns["messages"], "messages", where), columns.get("tools")
-        )
+        messages = _messages(columns["messages"], "messages", where)
+        return Chat(messages, columns.get("tools"))
     if "prompt" in columns:
         return _prompt(columns, where)
     if "text" in columns:
         return Document(readable(_string(columns, "text", where)))
-    return None
+    if COLUMNS & record.keys():
+        raise Skipped("the text is null")
+    names = ", ".join(map(repr, sorted(record))) or "no columns"
+    raise TrainingError(
+        f"{where} has {shortened(names, LONGEST_VALUE)}; each record needs {NEEDED}"
+    )
 
 
 def _string(columns: dict[str, Any], name: str, where: str) -> str:

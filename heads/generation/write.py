@@ -224,10 +224,10 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         TrainingError: on a file or a record that is malformed, or if there is no
             prompt.
     """
-    documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
+    documents = Documents(options.prompts, tokenizer, system=options.system)
     count = 0
-    for document in document_prompts(documents, options.prompt_tokens, STRIDE):
-        for ids in document.ids:
+    for prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
+        for ids in prompts:
             if ids and len(ids) < options.max_length:
                 count += 1
                 yield ids

@@ -85,7 +85,9 @@ class Recipe(nn.Module, ABC):
         Cached states are rounded to bfloat16 and returned in the target's dtype;
         `top_log_probs` to float16.
         """
-        return read_target(self.target, batch, self.reads, self.cache)
+        if self.cache is not None and batch.windows:
+            return self.cache.states(batch)
+        return read_target(self.target, batch, self.reads)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
         """Rows to learn from: in training a share of the known ones, drawn anew each
@@ -100,11 +102,8 @@ class Recipe(nn.Module, ABC):
         """
         rows = known.nonzero().squeeze(1)
         if self.training and share < 1:
-            rows = rows[
-                torch.randperm(len(rows), device=rows.device)[
-                    : max(1, round(share * len(rows)))
-                ]
-            ]
+            order = torch.randperm(len(rows), device=rows.device)
+            rows = rows[order[: max(1, round(share * len(rows)))]]
         return rows
 
     def greedy_tokens(self, states: TargetStates, at: torch.Tensor) -> torch.Tensor:

@@ -36,14 +36,8 @@ class Reads(NamedTuple):
     top_k: int = 0
 
 
-def read_target(
-    target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None
-) -> TargetStates:
-    """The requested states of the target (TargetStates), from a cache of these reads or
-    by one forward pass.
-    """
-    if cache is not None and batch.windows:
-        return cache.states(batch)
+def read_target(target: Target, batch: Batch, reads: Reads) -> TargetStates:
+    """The requested states of the target, by one forward pass."""
     states = target.run(batch, reads.exits, reads.stem)
     if reads.top_k:
         states.top_ids, states.top_log_probs = top_log_probs(
@@ -90,11 +84,10 @@ class StatesCache:
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
         self._check_room(folder, store, most_bytes)
-        self.folder.mkdir(parents=True, exist_ok=True)
 
     def states(self, batch: Batch) -> TargetStates:
         """The states that `reads` names, for windows of the store's grid, as Target.run
-        returns them.
+        returns them. If a window lacks any, those of the batch are computed.
 
         Returns:
             Final states and exits [rows, hidden] in the target's dtype and on the
@@ -102,10 +95,10 @@ class StatesCache:
         """
         target = self.target
         reads = self.reads
-        layers = {layer: f"layer-{layer}" for layer in self.layers}
+        names = {layer: f"layer-{layer}" for layer in self.layers}
         top_ids = f"top-{reads.top_k}.ids"
         top_log = f"top-{reads.top_k}.log"
-        needed = {"final", *layers.values()}
+        needed = {"final", *names.values()}
         if reads.top_k:
             needed |= {top_ids, top_log}
         paths = [
@@ -113,46 +106,40 @@ class StatesCache:
             for window in batch.windows
         ]
         stored = [load_file(path) if path.exists() else {} for path in paths]
-        missing = [at for at, tensors in enumerate(stored) if needed - tensors.keys()]
-        if missing:
+        if any(needed - tensors.keys() for tensors in stored):
             wanted = Reads(exits=self.layers, top_k=reads.top_k)
-            computed = read_target(target, batch.chosen(missing), wanted)
+            computed = read_target(target, batch, wanted)
             rows = {"final": computed.final.bfloat16()}
-            for layer, name in layers.items():
+            for layer, name in names.items():
                 rows[name] = computed.layers[layer].bfloat16()
             if computed.top_ids is not None and computed.top_log_probs is not None:
                 rows[top_ids] = computed.top_ids.int()
                 rows[top_log] = computed.top_log_probs.half()
             for name, values in rows.items():
-                parts = values.detach().cpu().chunk(len(missing))
-                for at, part in zip(missing, parts, strict=True):
-                    stored[at][name] = part.contiguous()
-            for at in missing:
-                part_file = paths[at].with_suffix(".part")
-                save_file(stored[at], part_file)
-                part_file.replace(paths[at])  # a kill leaves no half of a file
+                parts = values.detach().cpu().chunk(len(stored))
+                for tensors, part in zip(stored, parts, strict=True):
+                    tensors[name] = part.contiguous()
+            for path, tensors in zip(paths, stored, strict=True):
+                part_file = path.with_suffix(".part")
+                save_file(tensors, part_file)
+                part_file.replace(path)  # a kill leaves no half of a file
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
             # Converted first: autocast to bfloat16 refuses to join float16.
-            return torch.cat([tensors[name].to(dtype) for tensors in stored]).to(
-                batch.input_ids.device
-            )
+            values = torch.cat([tensors[name].to(dtype) for tensors in stored])
+            return values.to(batch.input_ids.device)
 
-        states = TargetStates(final=joined("final", target.dtype))
+        final = joined("final", target.dtype)
+        layers = {layer: joined(name, target.dtype) for layer, name in names.items()}
         with torch.no_grad():
-            for layer in reads.exits:
-                states.layers[layer] = joined(layers[layer], target.dtype)
-                states.exits[layer] = target.norm(states.layers[layer])
-        if reads.stem:
-            hidden = joined(layers[target.num_layers - 1], target.dtype)
-            states.stem = target.stem_call(batch, hidden)
+            states = target.states_of(batch, final, layers, reads.exits, reads.stem)
         if reads.top_k:
             states.top_ids = joined(top_ids, torch.int64)
             states.top_log_probs = joined(top_log, torch.float32)
         return states
 
     def _check_room(self, folder: Path, store: TokenStore, most_bytes: int) -> None:
-        """Refuse a cache that would not fit, before the first window is computed."""
+        """Make the folder, or refuse a cache that would not fit."""
         windows = sum(store.num_windows(split) for split in SPLITS)
         row = (
             2 * self.target.hidden_size * (1 + len(self.layers)) + 6 * self.reads.top_k
@@ -170,11 +157,9 @@ class StatesCache:
                 f"allows {most_bytes / GB:g}; raise it, or delete old folders in "
                 f"{place(folder)}"
             )
-        there = next(
-            path for path in (folder, *folder.resolve().parents) if path.is_dir()
-        )
-        free = shutil.disk_usage(there).free
-        if needed > free and not self.folder.exists():
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
                 f"--states-cache needs {needed / GB:.2f} GB, but the disk of "
                 f"{place(folder)} has {free / GB:.2f} GB free; give another folder, "

@@ -153,51 +153,58 @@ class Target:
             stem: keep the call of the last decoder layer, for heads that run beside it.
         """
         caught: dict[int, torch.Tensor] = {}
-        states = TargetStates(final=torch.empty(0))
+        before_stem = {self.num_layers - 1} if stem else set()
         with (
             ExitStack() as hooks,
             torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
         ):
-            for layer in exits:
-                hooks.callback(
-                    self.layers[layer - 1]
-                    .register_forward_hook(_catch(caught, layer))
-                    .remove
+            for layer in before_stem.union(exits):
+                hook = self.layers[layer - 1].register_forward_hook(
+                    _catch(caught, layer)
                 )
-            if stem:
-                hooks.callback(self._keep_stem(states).remove)
+                hooks.callback(hook.remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            states.final = output.last_hidden_state.flatten(0, 1)
-            states.layers = {layer: caught[layer].flatten(0, 1) for layer in exits}
-            states.exits = {
-                layer: self.norm(hidden) for layer, hidden in states.layers.items()
-            }
+            final = output.last_hidden_state.flatten(0, 1)
+            layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
+            return self.states_of(batch, final, layers, exits, stem)
+
+    def states_of(
+        self,
+        batch: Batch,
+        final: torch.Tensor,
+        layers: dict[int, torch.Tensor],
+        exits: Sequence[int],
+        stem: bool,
+    ) -> TargetStates:
+        """The states that `run` returns, from the final ones and those after layers."""
+        states = TargetStates(final=final, layers=layers)
+        states.exits = {layer: self.norm(layers[layer]) for layer in exits}
+        if stem:
+            states.stem = self._stem(batch, layers[self.num_layers - 1])
         return states
 
-    @torch.no_grad()
-    def stem_call(
+    def _stem(
         self, batch: Batch, hidden: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the last decoder layer's call, from the states before it; no
-        layer runs.
-
-        Args:
-            batch: the windows.
-            hidden: [rows, hidden], states after all layers but the last.
+        """The arguments of the last decoder layer's call, from the states [rows, hidden]
+        before it; no layer runs.
         """
-        states = TargetStates(final=torch.empty(0))
+        calls: list[Any] = []
+        # The model's forward pass makes masks and rotary embeddings. Its layers pass on
+        # these states instead of their input, as some families scale embeddings first
+        # (Granite).
+        embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
+
+        def passed_on(*args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append((args, kwargs))
+            return embeddings
+
         with ExitStack() as undo:
-            # The model's forward pass makes masks and rotary embeddings. Its layers
-            # pass on these states instead of their input, as some families scale
-            # embeddings first (Granite).
-            embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             for layer in self.layers:
-                layer.forward = lambda *_, **__: embeddings
+                layer.forward = passed_on
                 undo.callback(layer.__dict__.pop, "forward")
-            undo.callback(self._keep_stem(states).remove)
             self.base(inputs_embeds=embeddings, **self._places(batch))
-        assert states.stem is not None
-        return states.stem
+        return calls[-1]
 
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""
@@ -212,12 +219,6 @@ class Target:
                 self.config, batch.position_ids, self.dtype
             )
         return places
-
-    def _keep_stem(self, states: TargetStates) -> Any:
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states.stem = (args, kwargs)
-
-        return self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
 
     def digest(self) -> str:
         """A hash of what states depend on: names, shapes, dtypes and sampled values of

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.data.files import check_data
 from vllm_ppd.heads.text import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
@@ -76,7 +76,7 @@ def train(options: TrainingOptions) -> int:
 
 def calibrate(options: CalibrationOptions) -> int:
     """Measure a heads folder, and print what was measured and how to serve."""
-    check_data(options.data, options.prompts)
+    check_data(options.data)
     from vllm_ppd.heads.calibration import run
     from vllm_ppd.heads.io import CALIBRATION_NAME
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.data.files import check_data, records
 from vllm_ppd.heads.errors import (
     HeadsError,
     TrainingError,
@@ -168,7 +168,6 @@ class Fit:
 
     def _split(self, files: list[Path]) -> None:
         """Write training.jsonl and held-out.jsonl, which share no prompt."""
-        from vllm_ppd.heads.data.files import records
 
         training: list[Any] = []
         held_out: dict[str, Any] = {}  # one answer per prompt
@@ -214,7 +213,6 @@ class Fit:
         import torch
 
         from vllm_ppd.heads.cp.config import CPOptions
-        from vllm_ppd.heads.data.files import records
         from vllm_ppd.heads.training.loop import speed_of
         from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
         from vllm_ppd.model_patches.families import FAMILIES
