@@ -8,7 +8,6 @@ complete.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,8 +32,6 @@ from vllm_ppd.heads.training.signals import Stopped
 WORK = ".training"  # in the heads folder of an unfinished run
 FACTS = "facts.json"
 BEST = "best.safetensors"  # the weights of the best evaluation
-# A run may continue with these options changed.
-FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 
 
 class RunFacts(BaseModel):
@@ -48,8 +45,10 @@ class RunFacts(BaseModel):
 
 
 @contextmanager
-def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[Path]:
-    """The folder of checkpoints in the heads folder, locked against other runs.
+def unfinished_run(
+    options: TrainingOptions, processes: Processes
+) -> Iterator[RunFacts]:
+    """The progress of the run in a heads folder, which is locked against other runs.
 
     If a run has several processes, which share the folder, only the main one holds the
     lock.
@@ -63,33 +62,30 @@ def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[P
     out = Path(options.out)
     work = out / WORK
     with writing_folder(out) if processes.is_main_process else nullcontext():
+        if processes.is_main_process:
+            _remove_incomplete(work)
         facts = read_facts(work)
         if facts is None and (out / CONFIG_NAME).exists():
             raise TrainingError(
                 f"--out {str(out)!r} already holds heads or a model; delete it or "
                 "give another folder"
             )
-        if facts is not None:
-            ours = options.essence() | {"processes": processes.num_processes}
-            refuse_other_options(
-                f"--out {str(out)!r} holds an unfinished run",
-                _fixed(facts.options),
-                _fixed(ours),
-                "another folder",
-            )
+        essence = options.essence() | {"processes": processes.num_processes}
+        if facts is None:
+            facts = RunFacts(options=essence)
+        refuse_other_options(
+            f"--out {str(out)!r} holds an unfinished run",
+            facts.options,
+            essence,
+            "another folder",
+        )
         try:
-            yield work
+            yield facts
         except Stopped:
             raise
         except KeyboardInterrupt:
-            facts = read_facts(work)
-            raise Stopped(0 if facts is None else facts.step, options.steps) from None
-
-
-def _fixed(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in options.items() if name not in FREE_TO_CHANGE
-    }
+            saved = read_facts(work)
+            raise Stopped(saved.step if saved else 0, options.steps) from None
 
 
 def latest(work: Path) -> Path | None:
@@ -111,7 +107,7 @@ def read_facts(work: Path) -> RunFacts | None:
         raise _unusable(folder) from None
 
 
-def remove_incomplete(work: Path) -> None:
+def _remove_incomplete(work: Path) -> None:
     """Remove checkpoints that a kill left half written."""
     for folder in work.glob("checkpoints/*"):
         if not (folder / FACTS).exists():
@@ -143,17 +139,9 @@ def load(work: Path, processes: Processes) -> None:
     """
     folder = latest(work)
     assert folder is not None
-    damage = (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        pickle.UnpicklingError,
-        SafetensorError,
-    )
     try:
         processes.load_state(str(folder))
-    except damage:
+    except Exception:  # which one depends on the file and the damage
         raise _unusable(folder) from None
 
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel
-from tqdm import tqdm
 
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
@@ -86,30 +86,19 @@ def evaluate(
     size = max(
         1, options.batch_size // (options.accumulation * processes.num_processes)
     )
-    sums: dict[str, float] = {}
+    sums: defaultdict[str, float] = defaultdict(float)
     total = 0.0
-    progress = tqdm(
-        total=windows * store.length,
-        unit=" tokens",
-        unit_scale=True,
-        mininterval=1,
-        leave=False,
-        desc=f"evaluating ({when})",
-        disable=not processes.is_main_process,
-    )
-    with progress:
+    tokens = windows * store.length
+    with processes.bar(f"evaluating ({when})", tokens, leave=False) as progress:
         for start in range(0, windows, size):
             batch = store.batch("held_out", range(start, min(start + size, windows)))
             with processes.arithmetic(options.precision):
                 loss, counts = recipe.loss(batch.to(processes.device))
             total += float(loss) * len(batch.input_ids) / windows
             for name, value in counts.items():
-                if value.dim() == 0:
-                    sums[name] = sums.get(name, 0.0) + value.item()
-                    continue
                 for index, item in enumerate(value.flatten().tolist()):
-                    key = f"{name}.{index}"
-                    sums[key] = sums.get(key, 0.0) + item
+                    key = f"{name}.{index}" if value.dim() else name
+                    sums[key] += item
             progress.update(batch.num_tokens)
     if not sums:
         return Evaluation(step=step, loss=None, figures={})

@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
 
@@ -78,4 +80,21 @@ class Processes(Accelerator):
         """A context of bfloat16 arithmetic if that is the precision."""
         return torch.autocast(
             self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line to stderr without breaking a bar."""
+        if self.is_main_process:
+            tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)
+
+    def bar(self, name: str, tokens: int, **settings: Any) -> tqdm:
+        """A progress bar of tokens."""
+        return tqdm(
+            desc=name,
+            total=tokens,
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=1,
+            disable=not self.is_main_process,
+            **settings,
         )

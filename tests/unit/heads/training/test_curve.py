@@ -16,7 +16,6 @@ import torch
 from conftest import Factory
 from safetensors.torch import load_file
 
-from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
 from vllm_ppd.heads.training.recipe import Recipe
@@ -181,24 +180,3 @@ def test_the_best_weights_survive_a_crash(
     assert facts_of(folder)["held_out_after_step"] == 2
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, seen[2][name])
-
-
-def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
-    train(evaluate_every=6)
-    shown = capsys.readouterr().err
-    phases = [
-        "loading ",
-        "tokenising",
-        "evaluating (before)",
-        "training early heads",
-        "(step 6)",
-    ]
-    places = [shown.find(phase) for phase in phases]
-    assert -1 not in places and places == sorted(places)
-
-
-def test_bad_options(train: Train) -> None:
-    with pytest.raises(TrainingError, match="--patience 2 needs --evaluate-every"):
-        train(patience=2)
-    with pytest.raises(ValueError, match="both must be at least 0 and below 1"):
-        train(betas="0.9,1")

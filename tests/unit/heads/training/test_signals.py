@@ -42,7 +42,7 @@ def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, signalled)
-    assert main(command("--steps", "12")) == 130
+    assert main(command()) == 130
     told = "ppd: stopped at step 0 of 12; the same command continues it"
     assert capsys.readouterr().err.strip().splitlines()[-1] == told
 
@@ -50,7 +50,7 @@ def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
 def test_a_run_that_continues_says_where(
     command: Factory, stop_at: Factory, capsys: Any
 ) -> None:
-    words = command("--steps", "12")
+    words = command()
     stop_at(6)
     assert main(words) == 130
     text = capsys.readouterr().err
