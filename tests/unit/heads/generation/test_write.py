@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd data` without vLLM: prompts, user turns, what is left out, and runs that continue."""
 
+import itertools
 import json
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,10 @@ from vllm_ppd.heads.generation import write as generation
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.write import (
     ChatFile,
-    Continuation,
     Sampling,
-    UserTurns,
     beginning,
     read_prompts,
+    user_turns,
     write_chats,
 )
 
@@ -32,27 +33,25 @@ class FakeEngine:
     """Writes what the seeds say; it is interrupted before batch `stop_before`."""
 
     def __init__(self, stop_before: int | None = None) -> None:
-        self.batches: list[tuple[list[int], Sampling]] = []
+        self.batches: list[tuple[list[list[int]], list[int], Sampling]] = []
         self.stop_before = stop_before
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
+    ) -> list[SimpleNamespace]:
         if len(self.batches) == self.stop_before:
             raise KeyboardInterrupt
-        self.batches.append((seeds, sampling))
-        return [self.continuation(seed, sampling.wants_text) for seed in seeds]
+        self.batches.append((prompts, seeds, sampling))
+        return [self.continuation(seed) for seed in seeds]
 
-    def continuation(self, seed: int, wants_text: bool) -> Continuation:
+    def continuation(self, seed: int) -> SimpleNamespace:
         chosen = random.Random(seed)
-        if wants_text:
-            reason = "length" if chosen.random() < 0.1 else "stop"
-            number = chosen.randint(0, 3)
-            return Continuation([END], f" {chosen.choice(TURNS)}{number or ''}", reason)
+        turn = f" {chosen.choice(TURNS)}{chosen.randint(0, 3) or ''}"
         ids = [chosen.randint(1, 200) for _ in range(chosen.randint(1, 9))]
         if chosen.random() < 0.3:
-            return Continuation(ids, "", "length")
-        return Continuation([*ids, END], "", "stop")
+            return SimpleNamespace(token_ids=ids, text=turn, finish_reason="length")
+        ids.append(END)
+        return SimpleNamespace(token_ids=ids, text=turn, finish_reason="stop")
 
     def close(self) -> None: ...
 
@@ -93,9 +92,9 @@ def test_answers_are_in_the_prompts_order(tmp_path: Path) -> None:
         (chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop")
         for chat in written
     )
-    seeds = [seed for batch, _ in engine.batches for seed in batch]
-    assert len(set(seeds)) == 40 and max(len(batch) for batch, _ in engine.batches) == 7
-    assert engine.batches[0][1] == Sampling(0.8, 0.95, 512)
+    seeds = [seeds for _, seeds, _ in engine.batches]
+    assert len(set(itertools.chain(*seeds))) == 40 and max(map(len, seeds)) == 7
+    assert engine.batches[0][2] == Sampling(0.8, 0.95, 512)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +107,20 @@ def test_a_run_that_is_killed_continues_to_the_same_file(
     prompts = (prompts_file(tmp_path),) if has_prompts else ()
     whole = tmp_path / "whole.jsonl"
     killed = tmp_path / "killed.jsonl"
-    write_chats(options(whole, prompts=prompts, number=number), lambda _: FakeEngine())
+
+    def run(out: Path, number: int, stop_before: int | None = None) -> None:
+        given = options(out, prompts=prompts, number=number)
+        write_chats(given, lambda _: FakeEngine(stop_before))
+
+    run(whole, number)
     for stop_before in (2, 1):
-        engine = FakeEngine(stop_before)
         with pytest.raises(KeyboardInterrupt):
-            write_chats(
-                options(killed, prompts=prompts, number=number), lambda _, e=engine: e
-            )
+            run(killed, number, stop_before)
         with killed.open("ab") as file:
             file.write(b'{"prompt_token_ids": [1')
-    write_chats(options(killed, prompts=prompts, number=fewer), lambda _: FakeEngine())
+    run(killed, fewer)
     assert len(chats(killed)) >= fewer
-    write_chats(options(killed, prompts=prompts, number=number), lambda _: FakeEngine())
+    run(killed, number)
     assert killed.read_bytes() == whole.read_bytes()
 
 
@@ -177,7 +178,7 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "system", "prefix", "stop_text"),
+    ("template", "system", "prefix", "stop"),
     [
         (TEMPLATE, None, "<system>be<|end|><user>", None),
         (TEMPLATE, "do", "<system>do<|end|>\n<user>", None),
@@ -185,7 +186,7 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
             "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
             None,
             "[INST] ",
-            "[/INST]",
+            ["[/INST]"],
         ),
     ],
 )
@@ -194,17 +195,19 @@ def test_a_user_turn_begins_and_ends_as_in_the_template(
     template: str,
     system: str | None,
     prefix: str,
-    stop_text: str | None,
+    stop: list[str] | None,
 ) -> None:
     words = templated(template)
     given = options(tmp_path / "a.jsonl", system=system)
     file = ChatFile(tmp_path / "a.jsonl", given.essence())
-    turns = UserTurns(given, words, FakeEngine(), file)
-    assert words.decode(turns.prefix) == prefix
-    assert (turns.sampling.stop_ids, turns.sampling.stop_text) == ((END,), stop_text)
+    engine = FakeEngine()
+    next(user_turns(given, words, engine, file))
+    prompts, _, sampling = engine.batches[0]
+    assert {words.decode(prompt) for prompt in prompts} == {prefix}
+    assert (sampling.stop_token_ids, sampling.stop) == ([END], stop)
     with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
         upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-        UserTurns(given, templated(upper), FakeEngine(), file)
+        next(user_turns(given, templated(upper), engine, file))
 
 
 def test_texts_begin_with_the_token_that_begins_or_ends_one() -> None:
@@ -230,13 +233,10 @@ def test_prompts_of_every_form_of_record(tmp_path: Path, tokenizer: Any) -> None
     asked = tokenizer.apply_chat_template(
         chat[:1], tokenize=False, add_generation_prompt=True
     )
-    texts = [tokenizer(text)["input_ids"] for text in (asked, "one ", "abcd", "qrst")]
+    texts = (asked, "one ", [7, 8], "abcd", "qrst")
     assert list(read_prompts(given, tokenizer)) == [
-        texts[0],
-        texts[1],
-        [7, 8],
-        texts[2],
-        texts[3],
+        tokenizer(text)["input_ids"] if isinstance(text, str) else text
+        for text in texts
     ]
     long = write(tmp_path / "b.jsonl", {"prompt_token_ids": [3] * 60})
     with pytest.raises(

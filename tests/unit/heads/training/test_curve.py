@@ -79,29 +79,31 @@ def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> Non
 
 
 @pytest.mark.parametrize(
-    ("losses", "accepted", "expected"),
+    "evaluations",
     [
         # 1.999 is less than 0.1 % below 2.
-        (
-            [3, 2, 1.999, 2.5, math.nan, 1],
-            [None] * 6,
-            [True, True, False, False, False, True],
-        ),
+        [
+            (3, None, True),
+            (2, None, True),
+            (1.999, None, False),
+            (math.nan, None, False),
+            (1, None, True),
+        ],
         # The drafts decide, whatever the loss does, as long as it is a number.
-        (
-            [3, 4, 1, 1, math.nan],
-            [0.3, 0.4, 0.4003, 0.39, 0.5],
-            [True, True, False, False, False],
-        ),
+        [
+            (3, 0.3, True),
+            (4, 0.4, True),
+            (1, 0.4003, False),
+            (1, 0.39, False),
+            (math.nan, 0.5, False),
+        ],
     ],
 )
-def test_progress(losses: list[Any], accepted: list[Any], expected: list[bool]) -> None:
+def test_progress(evaluations: list[tuple[float, float | None, bool]]) -> None:
     progress = Progress()
-    for step, (loss, share, better) in enumerate(
-        zip(losses, accepted, expected, strict=True)
-    ):
-        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
-        assert progress.take(evaluation) == better, step
+    for step, (loss, accepted, is_better) in enumerate(evaluations):
+        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=accepted)
+        assert progress.take(evaluation) == is_better, step
 
 
 @pytest.fixture
@@ -115,14 +117,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
         seen: dict[int, dict[str, torch.Tensor]] = {}
 
         def falling(recipe: Any, *args: Any) -> Evaluation:
-            step = args[3]
-            seen[step] = {
-                name: tensor.clone() for name, tensor in recipe.tensors().items()
-            }
             evaluation = real(recipe, *args)
-            return evaluation.model_copy(
-                update={"accepted": 1 / (1 + abs(step - best))}
-            )
+            step = evaluation.step
+            seen[step] = {name: t.clone() for name, t in recipe.tensors().items()}
+            evaluation.accepted = 1 / (1 + abs(step - best))
+            return evaluation
 
         monkeypatch.setattr(loop, "evaluate", falling)
         return seen

@@ -11,27 +11,20 @@ from torch import nn
 from vllm_ppd.heads.training.optimizer import Muon
 
 RATE = 1e-2
+SHAPES = ((2, 3, 8, 8), (4, 8), (8,))  # a stack of matrices, a gate, and a vector
 
 
-def made() -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """A stack of matrices, a matrix that is left to AdamW, and a vector."""
-    torch.manual_seed(0)
-    return (
-        nn.Parameter(torch.randn(2, 3, 8, 8)),
-        nn.Parameter(torch.randn(4, 8)),
-        nn.Parameter(torch.randn(8)),
-    )
+def seeded(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def gradients(step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 3, 8, 8), (4, 8), (8,))
-    ]
+def made() -> list[nn.Parameter]:
+    return [nn.Parameter(tensor) for tensor in seeded(99)]
 
 
-def ours(parameters: Any) -> Muon:
+def ours(parameters: list[nn.Parameter]) -> Muon:
+    """The gate is left to AdamW."""
     stack, gate, vector = parameters
     return Muon(
         [
@@ -43,10 +36,11 @@ def ours(parameters: Any) -> Muon:
     )
 
 
-def step(optimizer: torch.optim.Optimizer, parameters: Any, number: int) -> None:
-    for parameter, gradient in zip(parameters, gradients(number), strict=True):
+def step(optimizers: Any, parameters: Any, gradients: Any) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
@@ -54,32 +48,26 @@ def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
     optimizer = ours(parameters)
     stack, *others = made()
     matrices = [nn.Parameter(matrix.clone()) for matrix in stack.detach().flatten(0, 1)]
-    muon = torch.optim.Muon(
-        matrices,
-        lr=RATE,
-        momentum=0.9,
-        weight_decay=0.1,
-        adjust_lr_fn="match_rms_adamw",
-    )
-    adamw = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = [
+        torch.optim.Muon(
+            matrices,
+            lr=RATE,
+            momentum=0.9,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1),
+    ]
     for number in range(3):
-        step(optimizer, parameters, number)
-        gradient, *rest = gradients(number)
-        for matrix, part in zip(matrices, gradient.flatten(0, 1), strict=True):
-            matrix.grad = part
-        muon.step()
-        for parameter, part in zip(others, rest, strict=True):
-            parameter.grad = part
-        adamw.step()
-    torch.testing.assert_close(
-        parameters[0].detach().flatten(0, 1),
-        torch.stack([m.detach() for m in matrices]),
-    )
-    for actual, expected in zip(parameters[1:], others, strict=True):
-        torch.testing.assert_close(actual, expected)
-    assert all(parameter.grad is not None for parameter in parameters), (
-        "gradients are the caller's to clear"
-    )
+        gradients = seeded(number)
+        step([optimizer], parameters, gradients)
+        step(
+            theirs, [*matrices, *others], [*gradients[0].flatten(0, 1), *gradients[1:]]
+        )
+    expected = [torch.stack([*matrices]).view(SHAPES[0]), *others]
+    for actual, tensor in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(actual.detach(), tensor.detach())
+        assert actual.grad is not None, "gradients are the caller's to clear"
 
 
 def test_it_continues_from_its_state() -> None:
@@ -88,12 +76,12 @@ def test_it_continues_from_its_state() -> None:
     optimizer = ours(whole)
     stopped = ours(parts)
     for number in range(4):
-        step(optimizer, whole, number)
-    for number in range(2):
-        step(stopped, parts, number)
-    again = ours(parts)
-    again.load_state_dict(stopped.state_dict())
-    for number in range(2, 4):
-        step(again, parts, number)
+        step([optimizer], whole, seeded(number))
+    for number in range(4):
+        if number == 2:
+            state = stopped.state_dict()
+            stopped = ours(parts)
+            stopped.load_state_dict(state)
+        step([stopped], parts, seeded(number))
     for actual, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(actual, expected)
