@@ -157,11 +157,7 @@ class Documents:
         """How many records were skipped and why, in one line; empty if none was."""
         if not self.skipped:
             return ""
-        reasons = [
-            f"{number} {reason}" for reason, number in self.skipped.most_common(3)
-        ]
-        if len(self.skipped) > 3:
-            reasons.append("and others")
+        reasons = [f"{count} {reason}" for reason, count in self.skipped.most_common()]
         return shortened(
             f"skipped {self.skipped.total()}: {', '.join(reasons)}", LONGEST_SUMMARY
         )

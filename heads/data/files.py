@@ -128,13 +128,6 @@ def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(text: bytes, where: str, needed: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        reason = f"{error.msg}, {line}column {error.colno}"
-    except UnicodeDecodeError:
-        reason = "not UTF-8"
-    except RecursionError:
-        reason = "nested too deeply"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = shortened(str(error), LONGEST_VALUE)
-    raise TrainingError(f"{where} is not JSON ({reason}); {needed}")
+        raise TrainingError(f"{where} is not JSON ({reason}); {needed}") from None

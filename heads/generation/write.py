@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -39,15 +39,6 @@ class Sampling(NamedTuple):
     stop_token_ids: list[int] | None = None
     stop: list[str] | None = None
     detokenize: bool = False
-
-
-class Engine(Protocol):
-    """An engine that continues prompts."""
-
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Any]:
-        """Continue prompts, each with its own seed; returns vLLM's CompletionOutputs."""
 
 
 Asked = tuple[int, list[int]]  # number and token IDs of a prompt to answer
@@ -79,29 +70,34 @@ class ChatFile:
         self.prompts: set[tuple[int, ...]] = set()
         options = path.with_name(f".{path.name}.options.json")
         if path.exists() and path.stat().st_size:
-            self._check_options(options, essence)
+            try:
+                stored = dict(json.loads(options.read_bytes()))
+            except (OSError, ValueError, TypeError):
+                raise TrainingError(
+                    f"--out {place(path)} was not written by `ppd data`; give another "
+                    "file"
+                ) from None
+            written = f"--out {place(path)} was written"
+            refuse_other_options(written, stored, essence, "another file")
             self._read()
         write_text(options, json.dumps(essence, indent=2) + "\n")
 
-    def append(self, chats: Iterable[dict[str, Any]]) -> None:
-        """Append a batch, and wait until it is on disk."""
+    def append(self, asked: list[Asked], answers: Iterable[Any]) -> None:
+        """Append a batch of vLLM's answers, and wait until it is on disk."""
         with self.path.open("a") as file:
-            for chat in chats:
+            for (number, prompt), answer in zip(asked, answers, strict=True):
+                is_whole = answer.finish_reason == "stop"
+                chat = {
+                    "prompt_token_ids": prompt,
+                    # With the end-of-text token if the target wrote one
+                    "token_ids": list(answer.token_ids),
+                    "finish_reason": "stop" if is_whole else "length",
+                    "index": number,
+                }
                 file.write(json.dumps(chat) + "\n")
                 self._note(chat)
             file.flush()
             os.fsync(file.fileno())
-
-    def _check_options(self, options: Path, essence: dict[str, Any]) -> None:
-        try:
-            stored = dict(json.loads(options.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            raise TrainingError(
-                f"--out {place(self.path)} was not written by `ppd data`; give "
-                "another file"
-            ) from None
-        written = f"--out {place(self.path)} was written"
-        refuse_other_options(written, stored, essence, "another file")
 
     def _read(self) -> None:
         end = 0
@@ -129,14 +125,15 @@ class ChatFile:
 
 def write_chats(
     options: DataOptions,
-    engine_of: Callable[[DataOptions], Engine],
+    engine_of: Callable[[DataOptions], Any],
     until: float = math.inf,
 ) -> ChatFile:
     """Write the chats that a file lacks.
 
     Args:
         options: of `ppd data`.
-        engine_of: makes the engine; called only if there is anything to write.
+        engine_of: makes an engine with OfflineEngine's `generate`; called only if there
+            is anything to write.
         until: time by time.monotonic() after which no batch begins but the first. It
             replaces the default number.
 
@@ -174,25 +171,14 @@ def write_chats(
                 answers = engine.generate(
                     [prompt for _, prompt in asked], seeds, sampling
                 )
-                file.append(map(_chat, asked, answers))
+                file.append(asked, answers)
                 bar.set_postfix_str(f"{file.tokens:,} tokens")
                 bar.update(len(asked))
     return file
 
 
-def _chat(asked: Asked, answer: Any) -> dict[str, Any]:
-    number, prompt = asked
-    return {
-        "prompt_token_ids": prompt,
-        # With the end-of-text token if the target wrote one
-        "token_ids": list(answer.token_ids),
-        "finish_reason": "stop" if answer.finish_reason == "stop" else "length",
-        "index": number,
-    }
-
-
 def _prompts(
-    options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
+    options: DataOptions, tokenizer: Any, engine: Any, file: ChatFile
 ) -> Iterator[Asked]:
     """The prompts that a file lacks."""
     prompts: Iterator[list[int]]
@@ -246,7 +232,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 def user_turns(
-    options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
+    options: DataOptions, tokenizer: Any, engine: Any, file: ChatFile
 ) -> Iterator[Asked]:
     """Prompts of user turns that the model writes after the beginning of its chat
     template (Magpie), except those of the file.

@@ -112,9 +112,7 @@ def evaluate(
     totals = torch.tensor(
         [total, sum(shares)], dtype=torch.float64, device=processes.device
     )
-    loss, accepted = (
-        processes.reduce(totals, "sum") / processes.num_processes
-    ).tolist()
+    loss, accepted = processes.reduce(totals, "mean").tolist()
     if not shares:
         return Evaluation(step=step, loss=loss, figures=figures)
     figures["accepted_a_step"] = round(accepted, 4)

@@ -34,7 +34,6 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
 CURVE = "curve.jsonl"  # training loss and held-out figures by step, beside the heads
-POINTS = 500  # most training losses in it
 MakeRecipe = Callable[[Any, Target], Recipe]
 
 
@@ -56,7 +55,7 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
         Stopped: after Ctrl-C or SIGTERM; the last checkpoint is kept.
     """
     # They may be gone at the end
-    files = [file.model_dump() for file in data_files(options.data)]
+    files = data_files(options.data)
     with _begun(options, make) as run:
         facts = run.train()
         if run.processes.is_main_process:
@@ -154,8 +153,8 @@ class _Run:
         epochs = math.ceil(options.epochs * store.num_windows() / options.batch_size)
         self.steps = options.steps or max(1, epochs)
         self.tokens_a_step = options.batch_size * options.sequence_length
-        same_grid = recipe.cache is not None
-        self.order = Order(store, options.seed, options.batch_size, same_grid)
+        is_cached = recipe.cache is not None
+        self.order = Order(store, options.seed, options.batch_size, is_cached)
         recipe.begin(store, fresh=not facts.step)
         groups = recipe.groups(options.learning_rate)
         make_optimizer = Muon if options.optimizer == "muon" else torch.optim.AdamW
@@ -166,7 +165,6 @@ class _Run:
         self.saved = facts.step
         if facts.step:
             self._continue()
-        self.losses: list[float] = []  # since the curve's last line
         if processes.is_main_process:
             self._begin_curve()
 
@@ -372,21 +370,12 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         facts.step += 1
         if loss is not None:
-            self.losses.append(loss)
-        is_point = (
-            facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps
-        )
-        if self.losses and is_point:
-            mean = sum(self.losses) / len(self.losses)
-            self._note(loss=round(mean, 5), rate=round(scale, 5))
-            self.losses = []
+            self._note(loss=round(loss, 5), rate=round(scale, 5))
 
     def _diverged(self, what: str) -> TrainingError:
-        kept = (
-            f"the checkpoint of step {self.saved} is kept"
-            if self.saved
-            else "there is no checkpoint"
-        )
+        kept = "there is no checkpoint"
+        if self.saved:
+            kept = f"the checkpoint of step {self.saved} is kept"
         return TrainingError(
             f"training diverged: the {what} of step {self.facts.step} is not finite; "
             f"{kept}: run the same command with a lower --learning-rate"
@@ -426,15 +415,16 @@ class _Run:
     def _begin_curve(self) -> None:
         """Begin the file of the curve, or drop what was written after the checkpoint."""
         path = self.out / CURVE
-        lines: list[str] = []
-        if self.facts.step and path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= self.facts.step]
-        path.write_text("".join(kept))
+        kept = ""
+        if self.saved and path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                if json.loads(line)["step"] <= self.saved:
+                    kept += line
+        path.write_text(kept)
 
     def _note(self, **figures: Any) -> None:
-        """Append a line to the curve: `loss`, the mean since the last such line,
-        with `rate`, the factor on the peak learning rates; or `held_out_loss` and
+        """Append a line to the curve: `loss` of a step, with `rate`, the factor on the
+        peak learning rates; or `held_out_loss` and
         `held_out`, figures by name as in provenance.json."""
         if not self.processes.is_main_process:
             return

@@ -17,7 +17,7 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import first_problem, write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
-from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
+from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
@@ -87,7 +87,7 @@ class Recipe(nn.Module, ABC):
         """
         if self.cache is not None and batch.windows:
             return self.cache.states(batch)
-        return read_target(self.target, batch, self.reads)
+        return self.target.run(batch, *self.reads)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
         """Rows to learn from: in training a share of the known ones, drawn anew each

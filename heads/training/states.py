@@ -21,7 +21,6 @@ from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
-from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 FORMAT = 3  # incremented when the same target and tokens give different files
 GB = 1e9
@@ -34,16 +33,6 @@ class Reads(NamedTuple):
     stem: bool = False  # whether the last decoder layer's arguments are needed
     # Number of likeliest next tokens whose log-probabilities are distilled
     top_k: int = 0
-
-
-def read_target(target: Target, batch: Batch, reads: Reads) -> TargetStates:
-    """The requested states of the target, by one forward pass."""
-    states = target.run(batch, reads.exits, reads.stem)
-    if reads.top_k:
-        states.top_ids, states.top_log_probs = top_log_probs(
-            states.final, reads.top_k, target.unembedding, target.bias
-        )
-    return states
 
 
 class StatesCache:
@@ -75,6 +64,7 @@ class StatesCache:
         most_bytes: int,
     ) -> None:
         self.target = target
+        self.store = store
         self.reads = reads
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
@@ -83,11 +73,11 @@ class StatesCache:
         ]
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
-        self._check_room(folder, store, most_bytes)
+        self._check_room(folder, most_bytes)
 
     def states(self, batch: Batch) -> TargetStates:
         """The states that `reads` names, for windows of the store's grid, as Target.run
-        returns them. If a window lacks any, those of the batch are computed.
+        returns them.
 
         Returns:
             Final states and exits [rows, hidden] in the target's dtype and on the
@@ -106,9 +96,11 @@ class StatesCache:
             for window in batch.windows
         ]
         stored = [load_file(path) if path.exists() else {} for path in paths]
-        if any(needed - tensors.keys() for tensors in stored):
-            wanted = Reads(exits=self.layers, top_k=reads.top_k)
-            computed = read_target(target, batch, wanted)
+        missing = [at for at, tensors in enumerate(stored) if needed - tensors.keys()]
+        if missing:
+            windows = [batch.windows[at] for at in missing]
+            some = self.store.batch(batch.split, windows).to(batch.input_ids.device)
+            computed = target.run(some, self.layers, top_k=reads.top_k)
             rows = {"final": computed.final.bfloat16()}
             for layer, name in names.items():
                 rows[name] = computed.layers[layer].bfloat16()
@@ -116,40 +108,36 @@ class StatesCache:
                 rows[top_ids] = computed.top_ids.int()
                 rows[top_log] = computed.top_log_probs.half()
             for name, values in rows.items():
-                parts = values.detach().cpu().chunk(len(stored))
-                for tensors, part in zip(stored, parts, strict=True):
-                    tensors[name] = part.contiguous()
-            for path, tensors in zip(paths, stored, strict=True):
-                part_file = path.with_suffix(".part")
-                save_file(tensors, part_file)
-                part_file.replace(path)  # a kill leaves no half of a file
+                parts = values.detach().cpu().chunk(len(missing))
+                for at, part in zip(missing, parts, strict=True):
+                    stored[at][name] = part.contiguous()
+            for at in missing:
+                part_file = paths[at].with_suffix(".part")
+                save_file(stored[at], part_file)
+                part_file.replace(paths[at])  # a kill leaves no half of a file
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
             # Converted first: autocast to bfloat16 refuses to join float16.
             values = torch.cat([tensors[name].to(dtype) for tensors in stored])
             return values.to(batch.input_ids.device)
 
-        final = joined("final", target.dtype)
-        layers = {layer: joined(name, target.dtype) for layer, name in names.items()}
+        states = TargetStates(final=joined("final", target.dtype))
+        for layer, name in names.items():
+            states.layers[layer] = joined(name, target.dtype)
         with torch.no_grad():
-            states = target.states_of(batch, final, layers, reads.exits, reads.stem)
+            target.complete(states, batch, reads.exits, reads.stem)
         if reads.top_k:
             states.top_ids = joined(top_ids, torch.int64)
             states.top_log_probs = joined(top_log, torch.float32)
         return states
 
-    def _check_room(self, folder: Path, store: TokenStore, most_bytes: int) -> None:
+    def _check_room(self, folder: Path, most_bytes: int) -> None:
         """Make the folder, or refuse a cache that would not fit."""
-        windows = sum(store.num_windows(split) for split in SPLITS)
-        row = (
-            2 * self.target.hidden_size * (1 + len(self.layers)) + 6 * self.reads.top_k
-        )
-        needed = windows * store.length * row
-        others = sum(
-            path.stat().st_size
-            for path in folder.glob("*/*")
-            if path.parent != self.folder
-        )
+        windows = sum(self.store.num_windows(split) for split in SPLITS)
+        states = 2 * self.target.hidden_size * (1 + len(self.layers))
+        needed = windows * self.store.length * (states + 6 * self.reads.top_k)
+        files = [path for path in folder.glob("*/*") if path.parent != self.folder]
+        others = sum(path.stat().st_size for path in files)
         if needed + others > most_bytes:
             raise TrainingError(
                 f"--states-cache needs {needed / GB:.2f} GB besides the "

@@ -19,7 +19,7 @@ from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.unembedding_loss import token_log_probs
+from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
@@ -143,14 +143,20 @@ class Target:
         self.name = str(folder.resolve())
 
     def run(
-        self, batch: Batch, exits: Sequence[int] = (), stem: bool = False
+        self,
+        batch: Batch,
+        exits: Sequence[int] = (),
+        stem: bool = False,
+        top_k: int = 0,
     ) -> TargetStates:
         """One forward pass over packed windows, hidden states flattened to rows.
 
         Args:
             batch: the windows.
             exits: layer counts after which to return the state, normed and not.
-            stem: keep the call of the last decoder layer, for heads that run beside it.
+            stem: return the arguments of the last decoder layer, for heads that run
+                beside it.
+            top_k: number of likeliest next tokens to return.
         """
         caught: dict[int, torch.Tensor] = {}
         before_stem = {self.num_layers - 1} if stem else set()
@@ -159,29 +165,27 @@ class Target:
             torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
         ):
             for layer in before_stem.union(exits):
-                hook = self.layers[layer - 1].register_forward_hook(
-                    _catch(caught, layer)
-                )
-                hooks.callback(hook.remove)
+                hook = _catch(caught, layer)
+                handle = self.layers[layer - 1].register_forward_hook(hook)
+                hooks.callback(handle.remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            final = output.last_hidden_state.flatten(0, 1)
             layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
-            return self.states_of(batch, final, layers, exits, stem)
-
-    def states_of(
-        self,
-        batch: Batch,
-        final: torch.Tensor,
-        layers: dict[int, torch.Tensor],
-        exits: Sequence[int],
-        stem: bool,
-    ) -> TargetStates:
-        """The states that `run` returns, from the final ones and those after layers."""
-        states = TargetStates(final=final, layers=layers)
-        states.exits = {layer: self.norm(layers[layer]) for layer in exits}
-        if stem:
-            states.stem = self._stem(batch, layers[self.num_layers - 1])
+            states = TargetStates(output.last_hidden_state.flatten(0, 1), layers=layers)
+            self.complete(states, batch, exits, stem)
+        if top_k:
+            states.top_ids, states.top_log_probs = top_log_probs(
+                states.final, top_k, self.unembedding, self.bias
+            )
         return states
+
+    def complete(
+        self, states: TargetStates, batch: Batch, exits: Sequence[int], stem: bool
+    ) -> None:
+        """Add what follows from the states after layers."""
+        for layer in exits:
+            states.exits[layer] = self.norm(states.layers[layer])
+        if stem:
+            states.stem = self._stem(batch, states.layers[self.num_layers - 1])
 
     def _stem(
         self, batch: Batch, hidden: torch.Tensor

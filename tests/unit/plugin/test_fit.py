@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 Condition = Callable[[Path], bool]
 KILLS: tuple[Condition, ...] = (
     lambda out: (Path(f"{out}.fit") / "others.jsonl").exists(),
-    lambda out: (out / ".training" / "state").exists(),
+    lambda out: (out / ".training" / "checkpoints").exists(),
     lambda out: (out / "provenance.json").exists(),
 )
 

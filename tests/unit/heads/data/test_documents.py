@@ -88,8 +88,8 @@ def test_forms_of_records(
     ("name", "content", "message"),
     [
         ("a.jsonl", "{", "a.jsonl:2 is not JSON"),
-        ("a.jsonl", '{"text": "\xe9"}', "a.jsonl:2 is not JSON .not UTF-8"),
-        ("a.jsonl", '{"a": ' + "[" * 100_000, ":2 is not JSON .nested too deeply"),
+        ("a.jsonl", '{"text": "\xe9"}', "a.jsonl:2 is not JSON .*utf-8"),
+        ("a.jsonl", '{"a": ' + "[" * 100_000, ":2 is not JSON .*recursion"),
         (
             "a.jsonl",
             '{"question": "x", "chosen": "y"}',

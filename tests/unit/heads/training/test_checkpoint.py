@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,36 @@ def assert_same_heads(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options", "count", "step"),
+    [
+        *[(kind, {}, 6, 5) for kind in KINDS],
+        # Stopped in the second of four parts of a step.
+        ("early", {"accumulation": 4}, 10, 2),
+    ],
+)
 def test_a_stopped_run_continues_to_the_same_heads(
-    train: Factory, tmp_path: Path, stop_at: Factory, kind: str
+    train: Factory,
+    stop_at: Factory,
+    capsys: Any,
+    kind: str,
+    options: dict[str, Any],
+    count: int,
+    step: int,
 ) -> None:
-    whole = train(kind, out="whole")
-    batches = stop_at(6)
-    with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
-        train(kind, out="parts")
-    assert not (tmp_path / "parts" / "config.json").exists()
-    parts = train(kind, out="parts")
-    assert len(batches) == 13, "only the step that was stopped is done again"
+    """It ends at once, and only the step that was stopped is done again."""
+    train = partial(train, kind, evaluate_every=4, save_every=3, **options)
+    whole = train(out="whole")
+    batches = stop_at(count)
+    with pytest.raises(loop.Stopped, match=f"stopped at step {step} of 12"):
+        train(out="parts")
+    assert len(batches) == count
+    assert not (whole.parent / "parts" / "config.json").exists()
+    parts = train(out="parts")
+    assert f"continues at step {step} of 12" in capsys.readouterr().err
+    assert len(batches) == count + (12 - step) * options.get("accumulation", 1)
     assert_same_heads(parts, whole)
-
-
-def test_a_stop_does_not_wait_for_the_step(train: Factory, stop_at: Factory) -> None:
-    whole = train(accumulation=4, out="whole")
-    batches = stop_at(10)  # the second part of the third step
-    with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
-        train(accumulation=4, out="parts")
-    assert len(batches) == 10
-    assert_same_heads(train(accumulation=4, out="parts"), whole)
+    assert (parts / loop.CURVE).read_text() == (whole / loop.CURVE).read_text()
 
 
 def test_a_killed_run_continues_to_the_same_heads(

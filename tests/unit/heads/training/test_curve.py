@@ -66,44 +66,20 @@ def test_curve(train: Train) -> None:
         assert by_position[0] == pytest.approx(matches, abs=0.02)
 
 
-def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> None:
-    train = partial(train, evaluate_every=2, save_every=3)
-    whole = train(out="whole")
-    stop_at(6)
-    with pytest.raises(loop.Stopped):
-        train(out="parts")
-    path = whole.parent / "parts" / loop.CURVE
-    with path.open("a") as file:  # a step after the checkpoint
-        file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + "\n")
-    assert read_curve(train(out="parts")) == read_curve(whole)
-
-
 @pytest.mark.parametrize(
-    "evaluations",
+    ("losses", "accepted", "better"),
     [
         # 1.999 is less than 0.1 % below 2.
-        [
-            (3, None, True),
-            (2, None, True),
-            (1.999, None, False),
-            (math.nan, None, False),
-            (1, None, True),
-        ],
+        ([3, 2, 1.999, math.nan, 1], [None] * 5, [0, 1, 4]),
         # The drafts decide, whatever the loss does, as long as it is a number.
-        [
-            (3, 0.3, True),
-            (4, 0.4, True),
-            (1, 0.4003, False),
-            (1, 0.39, False),
-            (math.nan, 0.5, False),
-        ],
+        ([3, 4, 1, 1, math.nan], [0.3, 0.4, 0.4003, 0.39, 0.5], [0, 1]),
     ],
 )
-def test_progress(evaluations: list[tuple[float, float | None, bool]]) -> None:
+def test_progress(losses: list[Any], accepted: list[Any], better: list[int]) -> None:
     progress = Progress()
-    for step, (loss, accepted, is_better) in enumerate(evaluations):
-        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=accepted)
-        assert progress.take(evaluation) == is_better, step
+    for step, (loss, share) in enumerate(zip(losses, accepted, strict=True)):
+        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
+        assert progress.take(evaluation) == (step in better)
 
 
 @pytest.fixture

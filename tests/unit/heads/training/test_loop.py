@@ -72,7 +72,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
         "provenance.json",
     ]
     assert sorted(p.name for p in folder.iterdir()) == files
-    assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
+    assert [f["name"] for f in provenance_of(folder).data_files] == ["data.jsonl"]
 
 
 def test_answers_that_are_too_short(train: Train, tmp_path: Path, capsys: Any) -> None:

@@ -45,18 +45,3 @@ def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
     assert main(command()) == 130
     told = "ppd: stopped at step 0 of 12; the same command continues it"
     assert capsys.readouterr().err.strip().splitlines()[-1] == told
-
-
-def test_a_run_that_continues_says_where(
-    command: Factory, stop_at: Factory, capsys: Any
-) -> None:
-    words = command()
-    stop_at(6)
-    assert main(words) == 130
-    text = capsys.readouterr().err
-    assert "stopped at step 5 of 12" in text and "continues at" not in text
-    assert main(words) == 0
-    assert (
-        "heads continues at step 5 of 12, after 1,280 tokens\n"
-        in capsys.readouterr().err
-    )
