@@ -293,7 +293,7 @@ def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Ten
         by_answer: count only what the model writes.
     """
     counts = np.zeros(target.vocab_size, np.int64)
-    documents = Documents(data, target.tokenizer, report=False, by_answer=by_answer)
+    documents = Documents(data, target.tokenizer, by_answer=by_answer)
     for document in documents.tokens():
         ids = np.array(document.ids, np.int64)
         if by_answer and document.mask is not None:

@@ -42,7 +42,6 @@ class Documents:
     Args:
         data: files, and folders of them.
         tokenizer: the target's.
-        report: say on stderr how many records are skipped, and why.
         system: system prompt of chats that have none.
         by_answer: give a chat whose template rewrites earlier turns as a document for
             each answer, and leave out records and answers of which nothing is known
@@ -56,13 +55,11 @@ class Documents:
         self,
         data: Sequence[str | Path],
         tokenizer: Any,
-        report: bool = True,
         system: str | None = None,
         by_answer: bool = False,
     ) -> None:
         self.files = expand(data)
         self.tokenizer = tokenizer
-        self._report = report
         self._system = system
         self._by_answer = by_answer
         self.count = 0  # records read
@@ -84,7 +81,7 @@ class Documents:
                     except Skipped as skipped:
                         self.skipped[str(skipped)] += 1
         finally:
-            if self._report and self.skipped:
+            if self.skipped:
                 count = self.count + self.skipped.total()
                 skips = f"vllm-ppd: {self.skips()}, of {count} records"
                 tqdm.write(skips, file=sys.stderr)

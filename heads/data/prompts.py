@@ -76,11 +76,11 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
-    """The first of each row, then the second of each row that has one, and so on."""
-    missing = object()
-    columns = itertools.zip_longest(*rows, fillvalue=missing)
-    values: Any = itertools.chain.from_iterable(columns)
-    return [value for value in values if value is not missing]
+    """The first of each row, then the second of each row that has one, and so on;
+    without values that are empty.
+    """
+    columns = itertools.zip_longest(*rows)
+    return [value for column in columns for value in column if value]
 
 
 def from_the_middle(pieces: list[T]) -> list[T]:

@@ -186,8 +186,16 @@ def _prompts(
         prompts = read_prompts(options, tokenizer)
     elif getattr(tokenizer, "chat_template", None):
         return user_turns(options, tokenizer, engine, file)
-    else:
-        prompts = itertools.repeat(beginning(tokenizer))
+    else:  # whole texts
+        token = tokenizer.bos_token_id
+        if token is None:
+            token = tokenizer.eos_token_id
+        if token is None:
+            raise TrainingError(
+                "--model: the tokenizer has no chat template, nor a token that begins "
+                "a text; give --prompts"
+            )
+        prompts = itertools.repeat([token])
     return itertools.islice(enumerate(prompts), file.next_number, None)
 
 
@@ -214,21 +222,6 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
             f"tokens{skips}; give chats, prompts, or texts of {options.prompt_tokens} "
             "tokens"
         )
-
-
-def beginning(tokenizer: Any) -> list[int]:
-    """The prompt of whole texts: the token that begins a text, or ends one.
-
-    Raises:
-        TrainingError: if the tokenizer has neither.
-    """
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return [token]
-    raise TrainingError(
-        "--model: the tokenizer has no chat template, nor a token that begins a "
-        "text; give --prompts"
-    )
 
 
 def user_turns(
