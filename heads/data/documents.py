@@ -106,13 +106,13 @@ class Documents:
         """The documents with their token IDs and a mask of the tokens that the model is
         to write.
         """
-        for has_ids, documents in itertools.groupby(self, lambda d: d.ids is not None):
+        kinds = itertools.groupby(self, lambda d: (d.ids is not None, d.is_chat))
+        for (has_ids, is_chat), documents in kinds:
             if has_ids:
                 yield from documents
                 continue
-            for is_chat, alike in itertools.groupby(documents, lambda d: d.is_chat):
-                while batch := list(itertools.islice(alike, BATCH)):
-                    yield from self._tokenised(batch, add_special_tokens=not is_chat)
+            while batch := list(itertools.islice(documents, BATCH)):
+                yield from self._tokenised(batch, add_special_tokens=not is_chat)
 
     def _tokenised(
         self, documents: list[Document], **settings: bool

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
-MOST_IDS = 1 << 31
 COLUMNS = {"messages", "prompt", "text", "prompt_token_ids"}
 NEEDED = "'messages' (a chat), 'prompt' with or without 'response', 'text', or 'prompt_token_ids'"
 
@@ -162,9 +161,7 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     """A prompt as token IDs, and the response to it as `ppd data` writes it, or vLLM returns it."""
     for name in ("prompt_token_ids", "token_ids"):
         ids = columns.get(name, [])
-        if not isinstance(ids, list) or not all(
-            type(i) is int and 0 <= i < MOST_IDS for i in ids
-        ):
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
             raise TrainingError(f"{where}: no list of token ids under '{name}'")
     prompt = columns["prompt_token_ids"]
     if not prompt:

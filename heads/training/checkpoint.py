@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unfinished training runs: their locks, the options with which they may continue, and
-checkpoints.
+"""Unfinished training runs: their locks, the options with which they may continue, their
+evaluations, and checkpoints.
 
 accelerate writes a checkpoint; the file of its facts comes last and marks it as
 complete.
@@ -8,6 +8,7 @@ complete.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,7 +25,6 @@ from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.text import place
-from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
@@ -32,6 +32,52 @@ from vllm_ppd.heads.training.signals import Stopped
 WORK = ".training"  # in the heads folder of an unfinished run
 FACTS = "facts.json"
 BEST = "best.safetensors"  # the weights of the best evaluation
+LEAST = 1e-3  # least relative improvement of the decisive figure that counts
+
+
+class Evaluation(BaseModel):
+    """Held-out loss and readable figures after some steps."""
+
+    step: int
+    loss: float | None  # None if nothing held out counts
+    figures: dict[str, Any]
+    # Greedy drafts per step, teacher-forced; None if not counted
+    accepted: float | None = None
+
+    def is_better_than(self, other: Evaluation | None) -> bool:
+        """Whether more drafts are accepted, or as many at a lower loss; never if the
+        loss is not finite.
+        """
+        if self.loss is None or not math.isfinite(self.loss):
+            return False
+        if other is None or other.loss is None:
+            return True
+        if (
+            self.accepted == other.accepted
+            or self.accepted is None
+            or other.accepted is None
+        ):
+            return self.loss < other.loss - LEAST * abs(other.loss)
+        return self.accepted > other.accepted * (1 + LEAST)
+
+
+class Progress(BaseModel):
+    """The state of a run's evaluations that decides when it stops."""
+
+    best: Evaluation | None = None
+    last: Evaluation | None = None
+    stale: int = 0  # evaluations since the best one
+
+    def take(self, evaluation: Evaluation) -> bool:
+        """Record an evaluation; returns whether it is better than the best before it."""
+        better = evaluation.is_better_than(self.best)
+        self.last = evaluation
+        if better:
+            self.best = evaluation
+            self.stale = 0
+        elif evaluation.loss is not None:
+            self.stale += 1
+        return better
 
 
 class RunFacts(BaseModel):

@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,12 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
-from vllm_ppd.heads.training.checkpoint import WORK, RunFacts, unfinished_run
-from vllm_ppd.heads.training.evaluation import Evaluation, evaluate, evaluated_windows
+from vllm_ppd.heads.training.checkpoint import (
+    WORK,
+    Evaluation,
+    RunFacts,
+    unfinished_run,
+)
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
@@ -92,13 +97,13 @@ def speed_of(options: TrainingOptions) -> Speed:
 
 
 @contextmanager
-def _begun(options: TrainingOptions, make: MakeRecipe | None = None) -> Iterator[_Run]:
+def _begun(options: TrainingOptions, make: MakeRecipe | None = None) -> Iterator[Run]:
     processes = Processes(options.device, Path(options.out) / WORK)
     with unfinished_run(options, processes) as facts:
-        yield _Run(options, processes, facts, make or recipe_of(options.kind))
+        yield Run(options, processes, facts, make or recipe_of(options.kind))
 
 
-class _Run:
+class Run:
     """One training run over its steps.
 
     Raises:
@@ -149,6 +154,14 @@ class _Run:
             most_bytes = int(options.states_cache_gb * GB)
             folder = Path(options.states_cache)
             recipe.cache = StatesCache(folder, target, store, recipe.reads, most_bytes)
+        # An evaluation reads the same ones every time
+        self.held_out_windows = max(
+            1,
+            min(
+                store.num_windows("held_out"),
+                options.evaluation_tokens // store.length,
+            ),
+        )
         self._check_reach()
         epochs = math.ceil(options.epochs * store.num_windows() / options.batch_size)
         self.steps = options.steps or max(1, epochs)
@@ -196,7 +209,6 @@ class _Run:
         instead = "give longer responses"
         if recipe.reach_option is not None:
             instead += f", or a smaller {recipe.reach_option}"
-        windows = evaluated_windows(store, self.options)
         for part, length in parts:
             row = f"{length} tokens in a row"
             if not store.has_rows("train", length):
@@ -208,7 +220,7 @@ class _Run:
                 self.processes.say(
                     f"{part} is not trained: no response has {row}; {instead}"
                 )
-            elif not store.has_rows("held_out", length, windows):
+            elif not store.has_rows("held_out", length, self.held_out_windows):
                 self.processes.say(
                     f"{part} is not evaluated: no held-out response has {row} within "
                     "--evaluation-tokens; give more of them, or a larger --held-out"
@@ -238,7 +250,7 @@ class _Run:
         options = self.options
         facts = self.facts
         if not facts.step:
-            facts.before = self._evaluate("before").figures
+            facts.before = self._judge("before").figures
         progress = self.processes.bar(
             f"training {options.kind} heads",
             self.steps * self.tokens_a_step,
@@ -259,7 +271,7 @@ class _Run:
                 progress.set_postfix(self._shown(loss))
                 every = options.evaluate_every or self.steps
                 if facts.step % every == 0 and facts.step < self.steps:
-                    self._evaluate(f"step {facts.step}")
+                    self._judge(f"step {facts.step}")
             self._save()
         facts.seconds = time.monotonic() - started
         after = self._finish()
@@ -381,14 +393,56 @@ class _Run:
             f"{kept}: run the same command with a lower --learning-rate"
         )
 
-    def _evaluate(self, when: str) -> Evaluation:
+    @torch.no_grad()
+    def evaluate(self, when: str) -> Evaluation:
+        """Loss and figures on held-out windows."""
+        options = self.options
+        processes = self.processes
+        recipe = self.recipe.eval()
+        windows = self.held_out_windows
+        parts = options.accumulation * processes.num_processes
+        size = options.batch_size // parts
+        sums: defaultdict[str, float] = defaultdict(float)
+        total = 0.0
+        tokens = windows * self.store.length
+        with processes.bar(f"evaluating ({when})", tokens, leave=False) as progress:
+            for start in range(0, windows, size):
+                some = range(start, min(start + size, windows))
+                batch = self.store.batch("held_out", some)
+                with processes.arithmetic(options.precision):
+                    loss, counts = recipe.loss(batch.to(processes.device))
+                total += float(loss) * len(some) / windows
+                for name, value in counts.items():
+                    for index, item in enumerate(value.flatten().tolist()):
+                        key = f"{name}.{index}" if value.dim() else name
+                        sums[key] += item
+                progress.update(batch.num_tokens)
+        step = self.facts.step
+        if not sums:
+            return Evaluation(step=step, loss=None, figures={})
+        figures = recipe.summary(sums)
+        accepted = [sums[name] for name in sums if name.startswith("accepted.")]
+        shares = [count / sums["accepted_of"] for count in accepted]
+        # The mean over all processes, which must agree on when to stop.
+        totals = torch.tensor(
+            [total, sum(shares)], dtype=torch.float64, device=processes.device
+        )
+        loss, a_step = processes.reduce(totals, "mean").tolist()
+        if not shares:
+            return Evaluation(step=step, loss=loss, figures=figures)
+        figures["accepted_a_step"] = round(a_step, 4)
+        figures["accepted_by_position"] = [round(share, 4) for share in shares]
+        # A target that is trained, too, is another one in each evaluation: drafts of its
+        # guesses at first are the easiest.
+        decisive = None if recipe.target.trainable else a_step
+        return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)
+
+    def _judge(self, when: str) -> Evaluation:
         """Evaluate the current weights on held-out windows, and keep them if they are
         the best so far.
         """
         facts = self.facts
-        evaluation = evaluate(
-            self.recipe, self.store, self.options, self.processes, facts.step, when
-        )
+        evaluation = self.evaluate(when)
         if evaluation.loss is not None:
             self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
         if facts.held_out.take(evaluation) and self.processes.is_main_process:
@@ -405,7 +459,7 @@ class _Run:
         facts = self.facts
         last = facts.held_out.last
         if last is None or last.step != facts.step:
-            last = self._evaluate("after")
+            last = self._judge("after")
         best = facts.held_out.best
         if best is not None and best.step < facts.step:
             checkpoint.load_best(self.work, self.recipe)

@@ -61,7 +61,6 @@ class Processes(Accelerator):
     def __init__(self, device: str, folder: Path) -> None:
         alone = device_of(device)
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        self._alone = None if several else alone
         # It warns whenever a checkpoint replaces another.
         logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
         super().__init__(
@@ -71,10 +70,8 @@ class Processes(Accelerator):
                 str(folder), automatic_checkpoint_naming=True, total_limit=2
             ),
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self._alone or self.state.device
+        if not several:
+            self.state.device = alone
 
     def arithmetic(self, precision: str) -> Any:
         """A context of bfloat16 arithmetic if that is the precision."""

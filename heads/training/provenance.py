@@ -39,13 +39,13 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git": _commit(),
-        "versions": versions(),
+        "versions": _versions(),
         "machine": machine(),
         **facts,
     }
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Installed versions of the relevant packages and of Python."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -103,8 +103,6 @@ class Provenance(BaseModel):
     time: str
     tokens: int | None = None
     steps: int | None = None
-    documents_in_data: int | None = None
-    seconds: float | None = None
     held_out_before: dict[str, Any] = Field(default_factory=dict)
     held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)

@@ -121,11 +121,10 @@ class StatesCache:
             values = torch.cat([tensors[name].to(dtype) for tensors in stored])
             return values.to(batch.input_ids.device)
 
-        states = TargetStates(final=joined("final", target.dtype))
-        for layer, name in names.items():
-            states.layers[layer] = joined(name, target.dtype)
+        final = joined("final", target.dtype)
+        layers = {layer: joined(name, target.dtype) for layer, name in names.items()}
         with torch.no_grad():
-            target.complete(states, batch, reads.exits, reads.stem)
+            states = target.states_of(batch, final, layers, reads.stem)
         if reads.top_k:
             states.top_ids = joined(top_ids, torch.int64)
             states.top_log_probs = joined(top_log, torch.float32)

@@ -170,22 +170,27 @@ class Target:
                 hooks.callback(handle.remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
             layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
-            states = TargetStates(output.last_hidden_state.flatten(0, 1), layers=layers)
-            self.complete(states, batch, exits, stem)
+            final = output.last_hidden_state.flatten(0, 1)
+            states = self.states_of(batch, final, layers, stem)
         if top_k:
             states.top_ids, states.top_log_probs = top_log_probs(
                 states.final, top_k, self.unembedding, self.bias
             )
         return states
 
-    def complete(
-        self, states: TargetStates, batch: Batch, exits: Sequence[int], stem: bool
-    ) -> None:
-        """Add what follows from the states after layers."""
-        for layer in exits:
-            states.exits[layer] = self.norm(states.layers[layer])
+    def states_of(
+        self,
+        batch: Batch,
+        final: torch.Tensor,
+        layers: dict[int, torch.Tensor],
+        stem: bool,
+    ) -> TargetStates:
+        """All states that `run` returns, from the final ones and those after layers."""
+        exits = {layer: self.norm(hidden) for layer, hidden in layers.items()}
+        states = TargetStates(final, exits, layers)
         if stem:
-            states.stem = self._stem(batch, states.layers[self.num_layers - 1])
+            states.stem = self._stem(batch, layers[self.num_layers - 1])
+        return states
 
     def _stem(
         self, batch: Batch, hidden: torch.Tensor

@@ -153,15 +153,15 @@ class TokenStore:
         self.tokens: dict[str, np.ndarray] = {}
         self.starts: dict[str, np.ndarray] = {}
         for split in SPLITS:
-            tokens = self._mapped(split)
-            if len(tokens) < length + 1:
+            count = self._count(split)
+            if count < length + 1:
                 raise TrainingError(
-                    f"the data holds {len(tokens)} {split.replace('_', '-')} tokens, "
+                    f"the data holds {count} {split.replace('_', '-')} tokens, "
                     f"but a window needs {length}; give more data, or a smaller "
                     "--sequence-length"
                 )
-            self.tokens[split] = tokens
-            self.starts[split] = np.flatnonzero(tokens["begins"])
+            self.tokens[split] = np.memmap(self._path(split), TOKEN, "r")
+            self.starts[split] = np.flatnonzero(self.tokens[split]["begins"])
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
@@ -223,12 +223,8 @@ class TokenStore:
     def _path(self, split: str) -> Path:
         return self.folder / f"{split}.tokens"
 
-    def _mapped(self, split: str) -> np.ndarray:
-        """The tokens of a file: [tokens] TOKEN."""
-        path = self._path(split)
-        return (
-            np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
-        )
+    def _count(self, split: str) -> int:
+        return self._path(split).stat().st_size // TOKEN.itemsize
 
     def _key(self, files: Sequence[Path]) -> str:
         """A hash of the tokens' sources: the names, sizes and times of the files, and
@@ -277,7 +273,7 @@ class TokenStore:
             TrainingError: if there are no tokens at all.
         """
         train, held_out = map(self._path, SPLITS)
-        counts = [len(self._mapped(split)) for split in SPLITS]
+        counts = [self._count(split) for split in SPLITS]
         if not any(counts):
             skips = f"; {documents.skips()}" if documents.skipped else ""
             raise TrainingError(
@@ -292,7 +288,7 @@ class TokenStore:
         if min(counts) <= self.length:
             # Too few whole documents are held out: add the tail of the others. It begins
             # with a document if there are several.
-            tokens = self._mapped("train")
+            tokens = np.memmap(train, TOKEN, "r")
             half = len(tokens) // 2
             cut = len(tokens) - min(half, self.length + 1)
             start = int(np.flatnonzero(tokens["begins"][: cut + 1])[-1])

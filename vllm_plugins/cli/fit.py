@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -113,15 +112,12 @@ class Fit:
         self.length = min(LENGTH, longest or LENGTH)
         self.shared = options.model_dump(include={"model", "seed", "trust_remote_code"})
         kept = folder / "options.json"
-        if kept.exists():
-            theirs = json.loads(kept.read_text())
-            refuse_other_options(
-                f"{place(folder)} is of a fit",
-                theirs,
-                options.essence(),
-                "another --out",
-            )
-        write_text(kept, json.dumps(options.essence()) + "\n")
+        ours = options.essence()
+        theirs = json.loads(kept.read_text()) if kept.exists() else ours
+        refuse_other_options(
+            f"{place(folder)} is of a fit", theirs, ours, "another --out"
+        )
+        write_text(kept, json.dumps(ours) + "\n")
 
     def data(self) -> None:
         """Write answers to prompts and, if the user gives none, chats that the model begins."""
@@ -163,8 +159,8 @@ class Fit:
     def _split(self, files: list[Path]) -> None:
         """Write training.jsonl and held-out.jsonl, which share no prompt."""
 
-        training: list[Any] = []
-        held_out: dict[str, Any] = {}  # one answer per prompt
+        training: list[str] = []
+        held_out: dict[str, str] = {}  # one answer per prompt
         for path in files:
             for _, chat in records(path):
                 prompt = chat["prompt_token_ids"]
@@ -175,17 +171,18 @@ class Fit:
                     response = response[half:]
                 name = json.dumps(prompt)
                 if zlib.crc32(name.encode()) % HELD_OUT:
-                    training.append(chat)
+                    training.append(json.dumps(chat) + "\n")
                 elif len(prompt) <= self.length - NEW_TOKENS:
-                    held_out[name] = {"prompt_token_ids": prompt, "token_ids": response}
+                    chat = {"prompt_token_ids": prompt, "token_ids": response}
+                    held_out[name] = json.dumps(chat) + "\n"
         if not training or not held_out:
             raise TrainingError(
                 f"the model wrote {len(training)} chats to train on and "
                 f"{len(held_out)} to hold out in the time; give more --minutes, or "
                 "more --prompts"
             )
-        _write(self.folder / "training.jsonl", training)
-        _write(self.folder / "held-out.jsonl", held_out.values())
+        write_text(self.folder / "training.jsonl", "".join(training))
+        write_text(self.folder / "held-out.jsonl", "".join(held_out.values()))
 
     def training(self) -> None:
         """Train CP heads with a recurrent state for as many passes as the time allows."""
@@ -238,9 +235,8 @@ class Fit:
         chosen["steps"] = steps
         chosen["evaluate_every"] = -(-steps // EVALUATIONS)
         chosen["patience"] = PATIENCE
-        chosen["save_every"] = max(
-            1, min(round(CHECKPOINT_SECONDS / speed.step), steps)
-        )
+        save_every = round(CHECKPOINT_SECONDS / speed.step)
+        chosen["save_every"] = max(1, min(save_every, steps))
         return chosen
 
     def calibration(self) -> None:
@@ -267,7 +263,3 @@ def vllm_engine(options: Any) -> Any:
     from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
     return OfflineEngine(options)
-
-
-def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

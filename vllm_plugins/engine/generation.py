@@ -7,7 +7,6 @@ from typing import Any
 
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
-from vllm.outputs import CompletionOutput
 
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.write import Sampling
@@ -32,7 +31,7 @@ class OfflineEngine:
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[CompletionOutput]:
+    ) -> list[Any]:
         # Explicit, as vLLM's defaults follow the model's generation_config.json
         params = [SamplingParams(**sampling._asdict(), seed=seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]

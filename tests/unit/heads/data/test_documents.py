@@ -74,7 +74,6 @@ def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
         ),
         ({"prompt": "a"}, "a", "a"),
         ({"prompt": "a", "response": " b"}, "a b", "a"),
-        ({"prompt": "a", "completion": " b"}, "a b", "a"),
     ],
 )
 def test_forms_of_records(

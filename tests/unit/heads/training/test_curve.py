@@ -17,7 +17,7 @@ from conftest import Factory
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.training import loop
-from vllm_ppd.heads.training.evaluation import Evaluation, Progress
+from vllm_ppd.heads.training.checkpoint import Evaluation, Progress
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -89,17 +89,18 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
     """
 
     def noted(best: int) -> dict[int, dict[str, torch.Tensor]]:
-        real = loop.evaluate
+        real = loop.Run.evaluate
         seen: dict[int, dict[str, torch.Tensor]] = {}
 
-        def falling(recipe: Any, *args: Any) -> Evaluation:
-            evaluation = real(recipe, *args)
+        def falling(run: loop.Run, when: str) -> Evaluation:
+            evaluation = real(run, when)
             step = evaluation.step
-            seen[step] = {name: t.clone() for name, t in recipe.tensors().items()}
+            tensors = run.recipe.tensors()
+            seen[step] = {name: tensor.clone() for name, tensor in tensors.items()}
             evaluation.accepted = 1 / (1 + abs(step - best))
             return evaluation
 
-        monkeypatch.setattr(loop, "evaluate", falling)
+        monkeypatch.setattr(loop.Run, "evaluate", falling)
         return seen
 
     return noted

@@ -25,7 +25,9 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("owner", "name"), [(Documents, "tokens"), (loop, "evaluate")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Documents, "tokens"), (loop.Run, "evaluate")]
+)
 def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
     command: Factory,
     monkeypatch: pytest.MonkeyPatch,
