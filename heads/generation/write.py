@@ -288,6 +288,5 @@ def user_turns(
 
 def _seed_of(seed: int, number: int, who: str) -> int:
     """A seed for each request, the same in every run."""
-    return int.from_bytes(
-        hashlib.sha256(f"{seed} {number} {who}".encode()).digest()[:4], "big"
-    )
+    digest = hashlib.sha256(f"{seed} {number} {who}".encode())
+    return int(digest.hexdigest()[:8], 16)

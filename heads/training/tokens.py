@@ -5,9 +5,7 @@ grow with the corpus.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -373,5 +371,4 @@ def _fraction_of(document: Document) -> float:
     """A hash of what a document answers, in [0, 1): equal for all answers to a prompt,
     so that none of a prompt that is held out is trained on.
     """
-    digest = hashlib.sha256(json.dumps(document.asked).encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32
+    return int(digest_of_value(document.asked)[:8], 16) / 2**32
