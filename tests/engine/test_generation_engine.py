@@ -29,7 +29,10 @@ PROMPT = list(range(40, 60))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    tiny_model: Factory,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("chatty") / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE

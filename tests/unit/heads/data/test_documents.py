@@ -42,11 +42,17 @@ def chatty() -> Any:
     return templated(TEMPLATE)
 
 
-def read(path: str | Path, tokenizer: Any) -> list[str]:
+def read(
+    path: str | Path,
+    tokenizer: Any,
+) -> list[str]:
     return [document.text for document in Documents([path], tokenizer)]
 
 
-def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
+def test_a_folder_of_files(
+    tmp_path: Path,
+    chatty: Any,
+) -> None:
     write(tmp_path / "a.jsonl", {"text": "one"}, {"messages": CHAT})
     (tmp_path / "b.json").write_text('[{"text": "two"},\n {"text": "three"}]')
     (tmp_path / "c.py").write_text("x = 1\n" * 100_000)

@@ -28,7 +28,10 @@ TURNS = ["what is two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "
 class FakeEngine:
     """Writes what the seeds say; it is interrupted before batch `stop_before`."""
 
-    def __init__(self, stop_before: int | None = None) -> None:
+    def __init__(
+        self,
+        stop_before: int | None = None,
+    ) -> None:
         self.batches: list[tuple[list[list[int]], list[int], Sampling]] = []
         self.stop_before = stop_before
 
@@ -40,7 +43,10 @@ class FakeEngine:
         self.batches.append((prompts, seeds, sampling))
         return [self.continuation(seed) for seed in seeds]
 
-    def continuation(self, seed: int) -> SimpleNamespace:
+    def continuation(
+        self,
+        seed: int,
+    ) -> SimpleNamespace:
         chosen = random.Random(seed)
         turn = f" {chosen.choice(TURNS)}{chosen.randint(0, 3) or ''}"
         ids = [chosen.randint(1, 200) for _ in range(chosen.randint(1, 9))]
@@ -89,7 +95,10 @@ def prompts(tmp_path: Path) -> tuple[str]:
     return (write(tmp_path / "prompts.jsonl", *records),)
 
 
-def test_answers_are_in_the_prompts_order(run: Factory, prompts: tuple[str]) -> None:
+def test_answers_are_in_the_prompts_order(
+    run: Factory,
+    prompts: tuple[str],
+) -> None:
     engine = FakeEngine()
     chats = run(engine=engine, prompts=prompts)
     assert [chat["prompt_token_ids"] for chat in chats] == [
@@ -128,7 +137,10 @@ def test_a_run_that_is_killed_continues_to_the_same_file(
     assert run(killed.name, number=number) == whole
 
 
-def test_user_turns_are_filtered_and_written_once(run: Factory, tokenizer: Any) -> None:
+def test_user_turns_are_filtered_and_written_once(
+    run: Factory,
+    tokenizer: Any,
+) -> None:
     turns = set()
     for chat in run(number=15):
         text = tokenizer.decode(chat["prompt_token_ids"])
@@ -139,7 +151,10 @@ def test_user_turns_are_filtered_and_written_once(run: Factory, tokenizer: Any) 
     assert len(turns) == 15
 
 
-def test_a_time_limit_ends_after_a_batch(run: Factory, tokenizer: Any) -> None:
+def test_a_time_limit_ends_after_a_batch(
+    run: Factory,
+    tokenizer: Any,
+) -> None:
     """Without a chat template, of whole texts."""
     tokenizer.chat_template = None
     chats = run(until=time.monotonic())
@@ -182,7 +197,10 @@ def test_what_cannot_be_written_is_refused(
         run(**options)
 
 
-def test_files_of_other_options_and_damaged_ones(run: Factory, tmp_path: Path) -> None:
+def test_files_of_other_options_and_damaged_ones(
+    run: Factory,
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "a.jsonl"
     run(number=5)
     assert len(run(number=9, batch=1)) == 9

@@ -42,7 +42,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tiny_model: Factory, data: Path, tmp_path: Path) -> Factory:
+def train(
+    tiny_model: Factory,
+    data: Path,
+    tmp_path: Path,
+) -> Factory:
     """train(kind, family, **options): a heads folder."""
 
     def run(
@@ -94,7 +98,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Batch]]:
         batches: list[Batch] = []
         compute = Recipe.forward
 
-        def counted(self: Recipe, batch: Batch) -> Any:
+        def counted(
+            self: Recipe,
+            batch: Batch,
+        ) -> Any:
             batches.append(batch)
             if len(batches) == count:
                 os.kill(os.getpid(), signal.SIGINT)

@@ -28,7 +28,10 @@ from vllm_ppd.vllm_plugins.cli.main import main
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
 
-def assert_same_heads(ours: Path, theirs: Path) -> None:
+def assert_same_heads(
+    ours: Path,
+    theirs: Path,
+) -> None:
     expected = load_file(theirs / "model.safetensors")
     tensors = load_file(ours / "model.safetensors")
     assert tensors.keys() == expected.keys()
@@ -93,7 +96,11 @@ def test_a_killed_run_continues_to_the_same_heads(
     assert parts == whole
 
 
-def test_damaged_checkpoints(train: Factory, tmp_path: Path, stop_at: Factory) -> None:
+def test_damaged_checkpoints(
+    train: Factory,
+    tmp_path: Path,
+    stop_at: Factory,
+) -> None:
     """One that a kill left half written is passed over; others are refused in one line."""
     stop_at(6)
     with pytest.raises(loop.Stopped):
@@ -165,7 +172,10 @@ def test_a_full_disk_loses_nothing(
     assert main(words) == 0
 
 
-def test_two_processes_train_what_one_does(command: Factory, tmp_path: Path) -> None:
+def test_two_processes_train_what_one_does(
+    command: Factory,
+    tmp_path: Path,
+) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
     assert main(command(steps=6, out="alone")) == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

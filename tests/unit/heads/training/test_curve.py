@@ -75,7 +75,11 @@ def test_curve(train: Train) -> None:
         ([3, 4, 1, 1, math.nan], [0.3, 0.4, 0.4003, 0.39, 0.5], [0, 1]),
     ],
 )
-def test_progress(losses: list[Any], accepted: list[Any], better: list[int]) -> None:
+def test_progress(
+    losses: list[Any],
+    accepted: list[Any],
+    better: list[int],
+) -> None:
     progress = Progress()
     for step, (loss, share) in enumerate(zip(losses, accepted, strict=True)):
         evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
@@ -92,7 +96,10 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
         real = loop.Run.evaluate
         seen: dict[int, dict[str, torch.Tensor]] = {}
 
-        def falling(run: loop.Run, when: str) -> Evaluation:
+        def falling(
+            run: loop.Run,
+            when: str,
+        ) -> Evaluation:
             evaluation = real(run, when)
             step = evaluation.step
             tensors = run.recipe.tensors()
@@ -143,7 +150,10 @@ def test_the_best_weights_survive_a_crash(
     compute = Recipe.forward
     losses = itertools.count(1)
 
-    def crashing(self: Recipe, batch: Batch) -> Any:
+    def crashing(
+        self: Recipe,
+        batch: Batch,
+    ) -> Any:
         if next(losses) == 5:
             raise RuntimeError("crashed")
         return compute(self, batch)

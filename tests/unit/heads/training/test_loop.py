@@ -26,13 +26,19 @@ Train = Callable[..., Path]
 Command = Callable[..., list[str]]
 
 
-def curve(folder: Path, key: str) -> list[Any]:
+def curve(
+    folder: Path,
+    key: str,
+) -> list[Any]:
     """The values of a key in the lines that have it."""
     lines = map(json.loads, (folder / "curve.jsonl").open())
     return [line[key] for line in lines if key in line]
 
 
-def assert_learnt(folder: Path, key: str) -> None:
+def assert_learnt(
+    folder: Path,
+    key: str,
+) -> None:
     """A figure on held-out text is lower after the last step than before the first,
     whichever of these weights are better.
     """
@@ -75,7 +81,11 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     assert [f["name"] for f in provenance_of(folder).data_files] == ["data.jsonl"]
 
 
-def test_answers_that_are_too_short(train: Train, tmp_path: Path, capsys: Any) -> None:
+def test_answers_that_are_too_short(
+    train: Train,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
     """To learn from, or to evaluate with. Then the last weights are written, also with
     --patience.
     """
@@ -202,7 +212,10 @@ def test_a_target_that_is_trained_is_judged_by_its_loss(
     assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
 
 
-def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> None:
+def test_heads_pull_on_the_stem_is_scaled(
+    train: Train,
+    tiny_model: Factory,
+) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
     folders = [

@@ -48,7 +48,10 @@ THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>ho"}
 IDS = {"prompt_token_ids": [40, 41], "token_ids": [66, 67, 66, 0]}
 
 
-def responses(path: str, words: Any) -> list[str | None]:
+def responses(
+    path: str,
+    words: Any,
+) -> list[str | None]:
     """The text of the tokens that each document says are responses."""
     texts = []
     for document in Documents([path], words).tokens():
@@ -123,7 +126,10 @@ def store(folder: Path, *records: Any, words: Any = None, **changes: Any) -> Tok
     return TokenStore(folder / "work", [data], words, len(words), 0.3, 8, **changes)
 
 
-def documents_of(store: TokenStore, split: str = "train") -> list[list[int]]:
+def documents_of(
+    store: TokenStore,
+    split: str = "train",
+) -> list[list[int]]:
     """The token IDs of each document."""
     starts = store.starts[split][1:]
     return [ids.tolist() for ids in np.split(store.tokens[split]["id"], starts)]

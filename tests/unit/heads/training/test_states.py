@@ -28,12 +28,18 @@ def data(tmp_path: Path) -> Path:
     return write_texts(tmp_path / "data.jsonl", patterned_texts(40, 3))
 
 
-def make_store(folder: Path, data: Path) -> TokenStore:
+def make_store(
+    folder: Path,
+    data: Path,
+) -> TokenStore:
     return TokenStore(folder, [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
 
 
 @pytest.fixture
-def store(tmp_path: Path, data: Path) -> TokenStore:
+def store(
+    tmp_path: Path,
+    data: Path,
+) -> TokenStore:
     return make_store(tmp_path / "work", data)
 
 
@@ -52,10 +58,18 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def cache(tiny_model: Factory, tmp_path: Path, store: TokenStore) -> Factory:
+def cache(
+    tiny_model: Factory,
+    tmp_path: Path,
+    store: TokenStore,
+) -> Factory:
     """cache(reads, room, family): states of a target on disk."""
 
-    def make(reads: Reads = ALL, room: int = ROOM, family: str = "llama") -> Any:
+    def make(
+        reads: Reads = ALL,
+        room: int = ROOM,
+        family: str = "llama",
+    ) -> Any:
         model = str(tiny_model(family))
         target = Target(model, torch.device("cpu"), torch.float32)
         return StatesCache(tmp_path / "cache", target, store, reads, room)

@@ -32,7 +32,10 @@ def store(
     return TokenStore(folder / "work", [data], tokenizer, **{**settings, **changes})
 
 
-def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
+def test_documents_are_split_whole(
+    tmp_path: Path,
+    tokenizer: Any,
+) -> None:
     # Many more than are tokenised at once
     texts = [f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(1000)]
     made = store(tmp_path, texts, tokenizer)
@@ -44,7 +47,10 @@ def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
     assert len(rows["held_out"]) > 3
 
 
-def test_windows(tmp_path: Path, tokenizer: Any) -> None:
+def test_windows(
+    tmp_path: Path,
+    tokenizer: Any,
+) -> None:
     """Positions restart at documents, and the tokens ahead stay in the document."""
     made = store(tmp_path, ["abcdefgh"[: 3 + i % 5] for i in range(60)], tokenizer)
     ids = made.tokens["train"]["id"].astype(np.int64)
@@ -66,7 +72,10 @@ def test_windows(tmp_path: Path, tokenizer: Any) -> None:
             assert tokens[index].tolist() == following[1:].tolist()
 
 
-def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
+def test_store_is_made_once(
+    tmp_path: Path,
+    tokenizer: Any,
+) -> None:
     """And again after a kill while it was written, or for other data."""
     file = tmp_path / "work" / "train.tokens"
     manifest = tmp_path / "work" / "tokens.json"
@@ -85,7 +94,10 @@ def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
     assert file.stat().st_size != len(whole)
 
 
-def test_one_document_is_held_out_by_its_tail(tmp_path: Path, tokenizer: Any) -> None:
+def test_one_document_is_held_out_by_its_tail(
+    tmp_path: Path,
+    tokenizer: Any,
+) -> None:
     made = store(tmp_path, ["abcdefghij" * 20], tokenizer)
     assert len(made.tokens["held_out"]) == 17
     assert len(made.tokens["train"]) == 201 - 17
