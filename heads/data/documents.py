@@ -257,9 +257,9 @@ def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Ans
     header = prompt.removeprefix(chat)
     content = message["content"].strip()
     stem = header.rstrip()
-    begun = next(
-        (stem[at:] for at in range(len(stem)) if content.startswith(stem[at:])), ""
-    )
+    begun = stem
+    while not content.startswith(begun):
+        begun = begun[1:]
     closing = marked.rpartition(MARK)[2].rstrip()
     opening = chat + stem.removesuffix(begun)
     if begun and text.startswith(opening) and text.endswith(closing):

@@ -59,7 +59,8 @@ def document_prompts(
             ids = document.ids or []
             text = ids[len(before) : len(ids) - len(after)]
             starts = range(0, len(text) - size + 1, stride * size)
-            yield [[*before, *text[start : start + size], *after] for start in starts]
+            pieces = [text[start : start + size] for start in starts]
+            yield [[*before, *piece, *after] for piece in pieces]
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:

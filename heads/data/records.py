@@ -88,10 +88,15 @@ class Document:
         documents: list[Document] = []
         for prompt, response in self.answers:
             text = prompt + response
-            one = replace(self, text=text, responses=((len(prompt), len(text)),))
-            documents.append(
-                replace(one, answers=(), lost=(), continues=bool(documents))
+            one = replace(
+                self,
+                text=text,
+                responses=((len(prompt), len(text)),),
+                answers=(),
+                lost=(),
+                continues=bool(documents),
             )
+            documents.append(one)
         return documents or [self]
 
 
@@ -186,7 +191,8 @@ def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
     if name not in columns:
         return Document(readable(prompt), prompt=prompt, responses=())
     text = readable(prompt + _string(columns, name, where))
-    return Document(text, prompt=prompt, responses=((len(prompt), len(text)),))
+    span = (len(prompt), len(text))
+    return Document(text, prompt=prompt, responses=(span,))
 
 
 def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:

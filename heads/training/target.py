@@ -236,7 +236,8 @@ class Target:
         digest = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
-            sampled = values[:: max(1, len(values) // SAMPLED_VALUES)].float().cpu()
+            step = max(1, len(values) // SAMPLED_VALUES)
+            sampled = values[::step].float().cpu()
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
             digest.update(sampled.numpy().tobytes())
         return digest.hexdigest()

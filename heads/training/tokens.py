@@ -164,7 +164,12 @@ class TokenStore:
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
 
-    def has_rows(self, split: str, ahead: int, windows: int | None = None) -> bool:
+    def has_rows(
+        self,
+        split: str,
+        ahead: int,
+        windows: int | None = None,
+    ) -> bool:
         """Whether any of the first windows (None: of all) has so many tokens in a row
         that count.
         """
@@ -228,9 +233,10 @@ class TokenStore:
         """A hash of the tokens' sources: the names, sizes and times of the files, and
         the tokenizer.
         """
-        stamp = [
-            [str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files
-        ]
+        stamp = []
+        for file in files:
+            status = file.stat()
+            stamp.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else len(tokenizer)
@@ -289,9 +295,9 @@ class TokenStore:
             tokens = np.memmap(train, TOKEN, "r")
             half = len(tokens) // 2
             cut = len(tokens) - min(half, self.length + 1)
-            start = int(np.flatnonzero(tokens["begins"][: cut + 1])[-1])
-            if start >= half:
-                cut = start
+            starts = np.flatnonzero(tokens["begins"][: cut + 1])
+            if starts[-1] >= half:
+                cut = int(starts[-1])
             tail = np.array(tokens[cut:])
             tail["begins"][:1] = True
             with held_out.open("ab") as file:
