@@ -114,55 +114,45 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
 
 
 @pytest.mark.parametrize(
-    ("settings", "best", "steps", "flat"),
+    ("settings", "best", "steps", "crashes"),
     [
         # It ends two evaluations later.
-        ({"steps": 40, "evaluate_every": 2, "patience": 2}, 4, 8, True),
+        ({"steps": 40, "evaluate_every": 2, "patience": 2}, 4, 8, False),
         ({"steps": 8, "evaluate_every": 2}, 4, 8, False),
         ({"steps": 8}, 0, 8, False),  # a run that makes its first weights worse
+        # Before and after a checkpoint that knows of them.
+        ({"steps": 8, "evaluate_every": 2, "save_every": 1}, 2, 8, True),
+        ({"steps": 8, "evaluate_every": 2, "save_every": 100}, 2, 8, True),
     ],
 )
 def test_the_best_weights_are_written(
     train: Train,
     judged: Factory,
+    monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
     best: int,
     steps: int,
-    flat: bool,
+    crashes: bool,
 ) -> None:
+    """Also after a crash."""
     seen = judged(best)
+    if crashes:
+        compute = Recipe.forward
+        losses = itertools.count(1)
+
+        def crashing(self: Recipe, batch: Batch) -> Any:
+            if next(losses) == 5:
+                raise RuntimeError("crashed")
+            return compute(self, batch)
+
+        monkeypatch.setattr(Recipe, "forward", crashing)
+        with pytest.raises(RuntimeError, match="crashed"):
+            train(**settings)
     folder = train(**settings)
     facts = facts_of(folder)
     assert facts["steps"] == steps
-    assert facts["stopped_flat"] == flat
+    assert facts["stopped_flat"] == (steps < settings["steps"])
     assert facts["held_out_after_step"] == best
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, seen[best][name])
         assert not torch.equal(tensor, seen[steps][name])
-
-
-@pytest.mark.parametrize("save_every", [1, 100])
-def test_the_best_weights_survive_a_crash(
-    train: Train, judged: Factory, monkeypatch: pytest.MonkeyPatch, save_every: int
-) -> None:
-    """Before and after a checkpoint that knows of them."""
-    seen = judged(2)
-    compute = Recipe.forward
-    losses = itertools.count(1)
-
-    def crashing(
-        self: Recipe,
-        batch: Batch,
-    ) -> Any:
-        if next(losses) == 5:
-            raise RuntimeError("crashed")
-        return compute(self, batch)
-
-    monkeypatch.setattr(Recipe, "forward", crashing)
-    train = partial(train, steps=8, evaluate_every=2, save_every=save_every)
-    with pytest.raises(RuntimeError, match="crashed"):
-        train()
-    folder = train()
-    assert facts_of(folder)["held_out_after_step"] == 2
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        assert torch.equal(tensor, seen[2][name])
