@@ -19,7 +19,6 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.draft_vocabulary import first_guess, most_frequent
 from vllm_ppd.heads.errors import HeadsError, TrainingError
 from vllm_ppd.heads.files import write_tensors, write_text
@@ -42,7 +41,7 @@ from vllm_ppd.heads.target import (
     fingerprint,
     stored_name,
 )
-from vllm_ppd.heads.text import place, quoted
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
@@ -270,9 +269,7 @@ def counts_of(data: Sequence[str], target: Target) -> torch.Tensor:
     """
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     for by_answer in (True, False):
-        documents = Documents(
-            data, lambda: target.tokenizer, report=False, by_answer=by_answer
-        )
+        documents = Documents(data, target.tokenizer, by_answer=by_answer)
         for document in documents.tokens():
             ids = torch.tensor(document.ids, dtype=torch.int64)
             if by_answer and document.mask is not None:
@@ -288,12 +285,11 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         facts = provenance_of(options.heads)
     except HeadsError:
         return
-    known = facts.options.get("data") or ()
-    seen = trained_on(expand(options.data), facts.data_files, known)
+    seen = trained_on(options.data, facts)
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, "
+            f"vllm-ppd: warning: these heads were trained on {seen[0]}{more}, "
             "so the results will be too optimistic; give --data that was not used "
             "for training",
             file=sys.stderr,

@@ -122,9 +122,9 @@ def take_prompts(
         TrainingError: if the data holds too few.
     """
     rows = []
-    documents = Documents(data, lambda: target.tokenizer)
-    for document in document_prompts(documents, length):
-        pieces = [ids for ids in document.ids if 0 < len(ids) <= longest]
+    documents = Documents(data, target.tokenizer)
+    for prompts in document_prompts(documents, length):
+        pieces = [ids for ids in prompts if 0 < len(ids) <= longest]
         for ids in pieces:
             check_vocabulary(ids, target.vocab_size)
         if pieces:

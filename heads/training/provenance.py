@@ -39,13 +39,13 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git": _commit(),
-        "versions": versions(),
+        "versions": _versions(),
         "machine": machine(),
         **facts,
     }
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Installed versions of the relevant packages and of Python."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -64,8 +64,7 @@ def machine() -> str:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     on_linux = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count()
-    cores = "1 core" if count == 1 else f"{count} cores"
-    return f"{cores}, {processor()}"
+    return f"{count} cores, {processor()}"
 
 
 def processor() -> str:
@@ -96,13 +95,6 @@ def _commit() -> str | None:
     return run.stdout.strip() or None
 
 
-class DataFile(BaseModel):
-    """A file of training data, as `provenance.json` names it."""
-
-    name: str  # without its folder
-    size: int  # bytes
-
-
 class Provenance(BaseModel):
     """The fields of `provenance.json` that are read again."""
 
@@ -111,12 +103,11 @@ class Provenance(BaseModel):
     time: str
     tokens: int | None = None
     steps: int | None = None
-    documents_in_data: int | None = None
-    seconds: float | None = None
     held_out_before: dict[str, Any] = Field(default_factory=dict)
     held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
-    data_files: list[DataFile] = Field(default_factory=list)
+    # Names without their folders, and sizes in bytes
+    data_files: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
@@ -134,32 +125,15 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
         raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
 
 
-def data_files(paths: Sequence[str | Path]) -> list[DataFile]:
-    """The files behind paths.
+def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """The files behind paths, as `provenance.json` names them.
 
     Raises:
         TrainingError: as expand.
     """
-    return [
-        DataFile(name=file.name, size=file.stat().st_size) for file in expand(paths)
-    ]
+    return [{"name": file.name, "size": file.stat().st_size} for file in expand(paths)]
 
 
-def trained_on(
-    files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]
-) -> list[Path]:
-    """The files that heads were trained on, by name and size, or by path if these are
-    not known.
-
-    Args:
-        files: to look up.
-        known: of the heads' provenance.
-        paths: the data paths of their training, relative to the folder in which it ran.
-    """
-    if known:
-        sizes = {(file.name, file.size) for file in known}
-        return [file for file in files if (file.name, file.stat().st_size) in sizes]
-    places = {Path(path).resolve() for path in paths}
-    return [
-        file for file in files if places & {file.resolve(), *file.resolve().parents}
-    ]
+def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
+    """The names of the files that heads were trained on, which have equal sizes."""
+    return [file["name"] for file in data_files(paths) if file in facts.data_files]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short commands: `ppd data`, `ppd train` and `ppd calibrate`.
+"""The commands `ppd fit`, `ppd data`, `ppd train` and `ppd calibrate`.
 
 Each takes its options and returns the exit code. torch and transformers take seconds to
 import, so data is checked first.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.data.files import check_data
 from vllm_ppd.heads.text import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
-from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.calibration.options import CalibrationOptions
+    from vllm_ppd.heads.fitting.options import FitOptions
     from vllm_ppd.heads.generation.options import DataOptions
     from vllm_ppd.heads.training.options import TrainingOptions
 
@@ -32,10 +32,19 @@ def kinds() -> dict[str, Command]:
     return commands
 
 
+def fit(options: FitOptions) -> int:
+    """Write data, then train and calibrate heads."""
+    check_data(options.prompts)
+    from vllm_ppd.vllm_plugins.cli.fit import run
+
+    return run(options)
+
+
 def data(options: DataOptions) -> int:
     """Let the target write chats."""
     check_data(options.prompts)
     from vllm_ppd.heads.generation.write import write_chats
+    from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
     file = write_chats(options, vllm_engine)
     print(
@@ -76,7 +85,7 @@ def train(options: TrainingOptions) -> int:
 
 def calibrate(options: CalibrationOptions) -> int:
     """Measure a heads folder, and print what was measured and how to serve."""
-    check_data(options.data, options.prompts)
+    check_data(options.data)
     from vllm_ppd.heads.calibration import run
     from vllm_ppd.heads.io import CALIBRATION_NAME
 
