@@ -139,7 +139,9 @@ class Replayed:
         nobody's.
         """
         for size in SIZES:
-            work = self.speculator._captured(self.kind)(self.dispatch(size), False)
+            work = self.speculator.prepare_capture(
+                False, self.dispatch(size), warmup=False
+            )
             with torch.inference_mode(), Recording() as recording:
                 work(CUDAGraphMode.FULL)
             self.recorded[size] = recording

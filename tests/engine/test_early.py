@@ -98,19 +98,19 @@ def test_a_captured_pass_attends_to_the_whole_sequence(
     """
     speculator = drafter_of(engine(EARLY))
     passes = speculator.passes
-    staging = speculator.staging
+    staged = speculator.staging.staged
     rows = 2
     device = speculator.device
     builder = type(speculator.attn_groups[0][0].get_metadata_builder())
     monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
     passes.prepare_capture(rows)
-    integers = staging.positions[:rows] = torch.tensor([7, 9], device=device)
-    staging.stage_nobody()
+    integers = staged.positions[:rows] = torch.tensor([7, 9], device=device)
+    speculator.staging.stage_nobody()
     passes.one_token(1, integers)
-    assert passes.inputs.seq_lens[:rows].tolist() == [1, 1]  # nobody's
-    staging.rows[:rows] = torch.arange(rows, device=device)
+    assert passes.seq_lens[:rows].tolist() == [1, 1]  # nobody's
+    staged.rows[:rows] = torch.arange(rows, device=device)
     passes.one_token(1, integers)
-    assert passes.inputs.seq_lens[:rows].tolist() == [9, 11]
+    assert passes.seq_lens[:rows].tolist() == [9, 11]
 
 
 def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:

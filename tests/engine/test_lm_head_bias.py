@@ -62,14 +62,11 @@ def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
     }
     llm = start_engine(phi, options, dtype="bfloat16")
     weight, stored_bias = stored(phi)
-    speculator = drafter_of(llm)
-    target = speculator.target
-    rows, bias = target.lm_head_rows(torch.arange(tiny.VOCAB))
+    target = drafter_of(llm).target
+    rows, bias = target.lm_head.rows(torch.arange(tiny.VOCAB))
     assert torch.equal(rows, weight)
     assert torch.equal(bias, stored_bias)
-    shard, bias_of_shard = target.lm_head.shard_of_rank(
-        speculator.vllm_config, speculator.device
-    )
+    shard, bias_of_shard = target.lm_head.rows()
     assert torch.equal(shard[: tiny.VOCAB], weight)
     assert torch.equal(bias_of_shard[: tiny.VOCAB], stored_bias)
 

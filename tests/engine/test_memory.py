@@ -64,9 +64,9 @@ def check_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     stock = drafter.propose
 
-    def propose(step: Any, first_stack: Any) -> Any:
+    def propose(step: Any) -> Any:
         seen.add((len(step.newest_ids), step.sampling is None))
-        return stock(step, first_stack)
+        return stock(step)
 
     with monkeypatch.context() as patched:
         patched.setattr(drafter, "propose", propose)

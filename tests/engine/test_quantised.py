@@ -145,7 +145,7 @@ def test_quantised_lm_head_is_read_as_vllm_computes_it(
     weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
     written = quantised.w8a8("lm_head", weight)
     ids = torch.arange(50)
-    rows, bias = target.lm_head_rows(ids)
+    rows, bias = target.lm_head.rows(ids)
     expected = (written["lm_head.weight"].float() * written["lm_head.weight_scale"])[
         ids
     ]

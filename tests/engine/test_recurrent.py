@@ -55,8 +55,8 @@ def test_drafts_are_the_formula(
     seen = []
     propose = drafter.propose
 
-    def spied(step: Any, first_stack: Any) -> Any:
-        made = propose(step, first_stack)
+    def spied(step: Any) -> Any:
+        made = propose(step)
         seen.extend(
             zip(
                 step.hidden.clone(),

@@ -3,16 +3,15 @@
 make the host wait.
 """
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.logger import init_logger
+
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
-logger = logging.getLogger("vllm.vllm_ppd")
-
-_warned: set[str] = set()
+logger = init_logger("vllm.vllm_ppd")
 
 
 @contextmanager
@@ -30,24 +29,18 @@ def on_device(groups: Iterable[Any]) -> bool:
     """Whether all attention groups update their metadata on the device; logs once if
     one does not.
     """
-    others = {}
-    for group in groups:
-        builder = group.get_metadata_builder()
-        if not updates_in_place(builder):
-            others[group.backend.get_name()] = (
-                builder.supports_draft_decode_metadata_update
-            )
-    for name in sorted(others.keys() - _warned):
-        _warned.add(name)
-        instead = "avoid this with --attention-backend FLASH_ATTN or TRITON_ATTN"
-        if others[name]:
-            instead = "no other backend avoids this for this model's chunked layers"
-        logger.warning(
+    others = [
+        group.backend.get_name()
+        for group in groups
+        if not updates_in_place(group.get_metadata_builder())
+    ]
+    if others:
+        logger.warning_once(
             "vllm-ppd: attention backend %s may copy sequence lengths to the host in "
             "every shallow pass, which then waits for the device and runs without a "
-            "CUDA graph; %s",
-            name,
-            instead,
+            "CUDA graph; unless the model has chunked layers, avoid this with "
+            "--attention-backend FLASH_ATTN or TRITON_ATTN",
+            others[0],
         )
     return not others
 

@@ -3,7 +3,7 @@
 target's paged KV cache.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,49 +15,15 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
-from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
-
-
-class PassInputs(NamedTuple):
-    """Fixed buffers for a pass over one token per request; every field is [requests]."""
-
-    input_ids: torch.Tensor  # int32, as in vLLM
-    positions: torch.Tensor  # int64, within the model's length
-    seq_lens: torch.Tensor  # int32
-    # int64, request rows that write KV; -1 where none is to be written
-    writing: torch.Tensor
-
-    def fill(
-        self,
-        rows: torch.Tensor,
-        newest: torch.Tensor,
-        token_ids: torch.Tensor,
-        offset: int,
-        max_model_len: int,
-    ) -> None:
-        """Fill in the tokens that are some places after the newest ones.
-
-        Args:
-            rows: [requests] int64, request rows; -1 for padding.
-            newest: [requests] int64, positions of the newest tokens.
-            token_ids: [requests] int64; INVALID ones run as token 0.
-            offset: places after the newest tokens.
-            max_model_len: the length past which no KV is written.
-        """
-        requests = len(rows)
-        wanted = torch.where(rows < 0, 0, newest + offset)
-        positions = wanted.clamp(max=max_model_len - 1)
-        self.input_ids[:requests] = token_ids.clamp(min=0)
-        self.positions[:requests] = positions
-        self.seq_lens[:requests] = positions + 1
-        self.writing[:requests] = torch.where(wanted < max_model_len, rows, -1)
+from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
 
 
 class FirstStackPasses:
     """One token per request between steps, and the tokens of some requests within one.
 
     Args:
-        speculator: our speculator, which stages the requests.
+        speculator: our speculator, which stages the requests and has vLLM's KV cache
+            and attention groups of the first stack.
         cut: of the target.
     """
 
@@ -66,74 +32,77 @@ class FirstStackPasses:
         self.cut = cut
         self.vllm_config: Any = speculator.vllm_config
         self.device = speculator.device
-        self.max_model_len: int = speculator.max_model_len
-        most = speculator.max_num_reqs
-        self.starts_cpu = torch.arange(most + 1, dtype=torch.int32)
+        requests = speculator.max_num_reqs
+        self.starts_cpu = torch.arange(requests + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
-        self.prefilling = torch.zeros(most, dtype=torch.bool)
-        types = (torch.int32, torch.int64, torch.int32, torch.int64)
-        self.inputs = PassInputs(
-            *(torch.zeros(most, dtype=dtype, device=self.device) for dtype in types)
-        )
+        self.prefilling = torch.zeros(requests, dtype=torch.bool)
+        # Fixed inputs of a pass over one token per request, [requests], in vLLM's types
+        self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        self.input_ids = self.positions.int()
+        self.seq_lens = self.positions.int()
         # [requests] bounds of sequence lengths; None while capturing a graph
         self.bounds: torch.Tensor | None = None
         self.without_attention = False
         # Whether metadata are updated in place, so that a CUDA graph may contain the
-        # passes
+        # passes; unknown before vLLM has measured its memory
         self.capturable = False
-        self.kv_cache_config: Any = None
-        self.batch: Any = None  # batch of the current mixed step
         # Attention metadata of the current drafting passes
         self.metadata: dict[str, Any] | None = None
 
-    def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Bind the KV cache and its attention groups; an engine has none while vLLM
-        measures its memory.
-        """
-        self.capturable = on_device(
-            group for groups in self.speculator.attn_groups for group in groups
-        )
-        self.kv_cache_config = kv_cache_config
-        self.block_tables = block_tables
-        # vLLM may have reduced it to what fits
-        self.max_model_len = self.vllm_config.model_config.max_model_len
+    @property
+    def max_model_len(self) -> int:
+        """The length past which no KV is written; vLLM reduces it to what fits."""
+        return int(self.vllm_config.model_config.max_model_len)
 
     # Between steps --------------------------------------------------------------------
 
-    def rows(self, requests: int) -> torch.Tensor:
-        """Request rows of the staged requests [requests] int64, -1 for padding."""
-        rows: torch.Tensor = self.speculator.staging.rows[:requests]
-        return rows
-
-    def begin_drafting(self, batch: Any, without_attention: bool) -> None:
+    def begin_drafting(
+        self, bounds: torch.Tensor | None, without_attention: bool = False
+    ) -> None:
         """A step's drafts are about to be made."""
         self.without_attention = without_attention
         self.metadata = None
-        self.bounds = batch.seq_lens_cpu_upper_bound
+        self.bounds = bounds
 
     def prepare_capture(self, requests: int) -> None:
         """Prepare the capture of a graph for a number of requests, whose blocks are
         vLLM's null block.
         """
-        self.without_attention = False
-        self.bounds = None
-        self.metadata = None
-        self.block_tables.get_dummy_block_tables(requests)
+        self.begin_drafting(None)
+        self.speculator.block_tables.get_dummy_block_tables(requests)
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """The first stack on a token of each staged request; rows of padding write no KV."""
+        """The first stack on a token of each staged request; rows of padding write no KV.
+
+        Args:
+            offset: of the tokens from the newest ones.
+            token_ids: [requests] int64; INVALID ones run as token 0.
+
+        Returns:
+            States, [requests, hidden].
+        """
         requests = len(token_ids)
-        newest = self.speculator.staging.positions[:requests]
-        inputs = self.inputs
-        inputs.fill(self.rows(requests), newest, token_ids, offset, self.max_model_len)
-        positions = inputs.positions[:requests]
+        staged = self.speculator.staging.staged
+        rows = staged.rows[:requests]
+        limit = self.max_model_len
+        wanted = torch.where(rows < 0, 0, staged.positions[:requests] + offset)
+        # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
+        input_ids = self.input_ids[:requests]
+        input_ids.copy_(token_ids.clamp(min=0))
+        positions = self.positions[:requests]
+        positions.copy_(wanted.clamp(max=limit - 1))
+        self.seq_lens[:requests] = positions + 1
         slots = None
         if not self.without_attention:
-            starts = self.starts[: requests + 1]
-            mappings = self.block_tables.compute_slot_mappings(
-                inputs.writing[:requests], starts, positions, requests
+            mappings = self.speculator.block_tables.compute_slot_mappings(
+                torch.where(wanted < limit, rows, -1),
+                self.starts[: requests + 1],
+                positions,
+                requests,
             )
-            slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
+            slots = build_slot_mappings_by_layer(
+                mappings, self.speculator.kv_cache_config
+            )
             self._bring_up_to_date(offset, requests, mappings)
         with (
             unseen_by_connectors(),
@@ -141,10 +110,9 @@ class FirstStackPasses:
                 self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots
             ),
         ):
-            # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-            input_ids = inputs.input_ids[:requests]
+            embeddings = self.cut.embeddings(input_ids)
             state: CutState = self.cut.start(
-                self.cut.stacks[0], input_ids, positions, self.cut.embeddings(input_ids)
+                self.cut.stacks[0], input_ids, positions, embeddings
             )
             return state
 
@@ -164,63 +132,42 @@ class FirstStackPasses:
             # Built once for all passes.
             reach = self.speculator.num_speculative_steps if self.capturable else offset
             bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
+        tables = self.speculator.block_tables.input_block_tables
         self.metadata = self._metadata(
-            self.starts[: requests + 1],
-            self.starts_cpu[: requests + 1],
-            1,
-            self.inputs.seq_lens[:requests],
             bounds,
-            [table[:requests] for table in self.block_tables.input_block_tables],
-            mappings,
-            self.inputs.positions[:requests],
-            self.prefilling[:requests],
+            num_reqs=requests,
+            num_tokens=requests,
+            query_start_loc_gpu=self.starts[: requests + 1],
+            query_start_loc_cpu=self.starts_cpu[: requests + 1],
+            max_query_len=1,
+            seq_lens=self.seq_lens[:requests],
+            block_tables=[table[:requests] for table in tables],
+            slot_mappings=mappings,
+            positions=self.positions[:requests],
+            is_prefilling=self.prefilling[:requests],
         )
 
-    def _metadata(
-        self,
-        starts: torch.Tensor,
-        starts_cpu: torch.Tensor,
-        longest: int,
-        seq_lens: torch.Tensor,
-        bounds: torch.Tensor | None,
-        tables: list[torch.Tensor],
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        prefilling: torch.Tensor,
-    ) -> dict[str, Any]:
+    def _metadata(self, bounds: torch.Tensor | None, **batch: Any) -> dict[str, Any]:
         """Metadata of the first stack's layers; inside a CUDA graph they are computed
         again at every replay.
 
         So vLLM's metadata for capture are never used: some backends (Triton's) set the
         sequence lengths to 1 there, and every replay would do so.
         """
+        longest = self.max_model_len if bounds is None else int(bounds.numpy().max())
         return build_attn_metadata(
             attn_groups=self.speculator.attn_groups,
-            num_reqs=len(seq_lens),
-            num_tokens=len(positions),
-            query_start_loc_gpu=starts,
-            query_start_loc_cpu=starts_cpu,
-            max_query_len=longest,
-            seq_lens=seq_lens,
-            max_seq_len=self.max_model_len
-            if bounds is None
-            else int(bounds.numpy().max()),
-            block_tables=tables,
-            slot_mappings=slots,
-            kv_cache_config=self.kv_cache_config,
+            kv_cache_config=self.speculator.kv_cache_config,
+            max_seq_len=longest,
             seq_lens_cpu_upper_bound=bounds,
-            positions=positions,
-            is_prefilling=prefilling,
+            **batch,
         )
 
     # Within a step --------------------------------------------------------------------
 
-    def begin_step(self, batch: Any) -> None:
-        """Prepare a mixed step."""
-        self.batch = batch
-
     def of_requests(
         self,
+        batch: Any,
         requests: np.ndarray,
         index: torch.Tensor,
         input_ids: torch.Tensor,
@@ -229,6 +176,7 @@ class FirstStackPasses:
         """The first stack over every token of some requests.
 
         Args:
+            batch: of the step, vLLM's InputBatch.
             requests: places in the batch.
             index: [tokens] indices of their tokens in the step.
             input_ids, positions: [tokens of the step].
@@ -236,29 +184,29 @@ class FirstStackPasses:
         Returns:
             States, [tokens, hidden].
         """
-        batch = self.batch
-        self.batch = None
         lengths = batch.num_scheduled_tokens[requests]
         starts = np.zeros(len(requests) + 1, dtype=np.int32)
         np.cumsum(lengths, out=starts[1:])
         places = async_tensor_h2d(requests, device=self.device)
+        tables = self.speculator.block_tables
         token_positions = positions.index_select(0, index)
-        mappings = self.block_tables.slot_mappings.index_select(1, index)
+        mappings = tables.slot_mappings.index_select(1, index)
         metadata = self._metadata(
-            async_tensor_h2d(starts, device=self.device),
-            torch.from_numpy(starts),
-            int(lengths.max()),
-            batch.seq_lens.index_select(0, places),
             batch.seq_lens_cpu_upper_bound[requests],
-            [
-                table.index_select(0, places)
-                for table in self.block_tables.input_block_tables
+            num_reqs=len(requests),
+            num_tokens=len(index),
+            query_start_loc_gpu=async_tensor_h2d(starts, device=self.device),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            max_query_len=int(lengths.max()),
+            seq_lens=batch.seq_lens.index_select(0, places),
+            block_tables=[
+                table.index_select(0, places) for table in tables.input_block_tables
             ],
-            mappings,
-            token_positions,
-            torch.from_numpy(batch.is_prefilling_np[requests]),
+            slot_mappings=mappings,
+            positions=token_positions,
+            is_prefilling=torch.from_numpy(batch.is_prefilling_np[requests]),
         )
-        slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
+        slots = build_slot_mappings_by_layer(mappings, self.speculator.kv_cache_config)
         with set_forward_context(
             metadata, self.vllm_config, num_tokens=len(index), slot_mapping=slots
         ):

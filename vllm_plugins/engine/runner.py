@@ -7,13 +7,9 @@ Overrides, each of which calls vLLM's:
                       ours for that moment
     load_model        RejectionSampler, a global of vLLM's module, is ours for that
                       moment
-    initialize_kv_cache   a speculator may run graphs of its own in place of the
-                          target's
     add_requests      reads a request's options for drafting
     execute_model     ends the speculator's step, also after an exception
-    sample_tokens     our counters travel with the step's output; a step without drafts
-                      is vLLM's own
-    take_draft_token_ids  none after such a step
+    sample_tokens     our counters travel with the step's output
     prepare_inputs    begins the speculator's step from the schedule, before the target
                       runs
 
@@ -41,11 +37,6 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     speculator: Speculator
     req_states: Any
-    cudagraph_manager: Any
-    execute_model_state: Any
-    num_speculative_steps: int
-    sample: Any
-    _drafted = True  # whether the latest step made drafts
     # Rows of logits of each request of the step that is being prepared
     _logits: np.ndarray | None = None
 
@@ -72,17 +63,11 @@ class DraftingRunnerMixin(UpdatedRunner):
             RejectionSampler=functools.partial(Verification, self.speculator),
         ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.speculator.bind(self)
+        self.speculator.runner = self
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
         self.speculator.drafter.refresh()
-
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(
-            self.cudagraph_manager.run_fullgraph
-        )
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
@@ -118,29 +103,8 @@ class DraftingRunnerMixin(UpdatedRunner):
             self.speculator.end_step()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        state = self.execute_model_state
-        if state is None or state.num_spec_tokens_to_schedule:
-            self._drafted = True
-            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        else:
-            output = self._sample_without_drafting(*args, **kwargs)
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if output is not None:
             self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output
-
-    def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
-        self._drafted = False
-        speculator = self.speculator
-        stock = self.sample
-
-        def sample(*arguments: Any) -> Any:
-            with temporarily(self, speculator=speculator):
-                return stock(*arguments)
-
-        with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
-            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-
-    def take_draft_token_ids(self) -> Any:
-        return super().take_draft_token_ids() if self._drafted else None  # type: ignore[misc]

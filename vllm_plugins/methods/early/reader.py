@@ -19,9 +19,8 @@ from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling, draw_rows
-from vllm_ppd.kernels.topk import ShardTopK, merge_topk, shard_topk
+from vllm_ppd.kernels.topk import merge_topk, shard_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
-from vllm_ppd.vllm_plugins.engine.drafter import joined
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
@@ -79,18 +78,14 @@ class EarlyReader:
         self, exit_layer: int, state: CutState, with_confidence: bool
     ) -> Reading:
         """The exit's best token of each row; overwrites the state."""
-        ids, probability = self._whole(
-            self._shard_topk(exit_layer, state, 1, with_confidence), 1, with_confidence
-        )
+        ids, probability = self._best(exit_layer, state, 1, with_confidence)
         return Reading(ids[:, 0], None if probability is None else probability[:, 0])
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
         the state.
         """
-        return self._whole(self._shard_topk(exit_layer, state, k, False), k, False)[
-            0
-        ].clamp(min=0)
+        return self._best(exit_layer, state, k, False)[0].clamp(min=0)
 
     def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
         """A sample of each row's exit distribution; rows at temperature 0 take the best
@@ -98,16 +93,13 @@ class EarlyReader:
         """
         hidden, classifier = self._transformed(exit_layer, state)
         at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
-        readings = []
-        start = 0
-        for part in hidden.split(at_once):
-            rows = slice(start, start + len(part))
-            logits = self._logits(part, classifier, gather=True)
-            readings.append(sampled_reading(logits, sampling.at(rows)))
-            start += len(part)
-        if len(readings) == 1:
-            return readings[0]
-        return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
+        parts = []
+        for start in range(0, len(hidden), at_once):
+            rows = slice(start, start + at_once)
+            logits = self._logits(hidden[rows], classifier, gather=True)
+            parts.append(sampled_reading(logits, sampling.at(rows)))
+        token_ids, confidences = zip(*parts, strict=True)
+        return Reading(torch.cat(token_ids), torch.cat(confidences))
 
     def _transformed(
         self, exit_layer: int, state: CutState
@@ -129,37 +121,33 @@ class EarlyReader:
         logits = functional.linear(hidden, classifier)
         return self.lm_head.gather(logits) if gather else logits
 
-    def _shard_topk(
+    def _best(
         self, exit_layer: int, state: CutState, k: int, with_probability: bool
-    ) -> ShardTopK:
-        """The k best tokens of this rank's part of the vocabulary."""
-        logits = self._logits(*self._transformed(exit_layer, state), gather=False)
-        return shard_topk(
-            logits,
-            k,
-            self.lm_head.vocab_start,
-            self.lm_head.num_valid,
-            with_probability,
-        )
-
-    def _whole(
-        self, best: ShardTopK, k: int, with_probability: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids [rows, k] in the whole vocabulary, and their probabilities if
-        requested.
+        """The k best token IDs of the whole vocabulary [rows, k], and their
+        probabilities if requested.
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their
         shards, not logits.
         """
-        if self.lm_head.tp_size == 1:
-            return best.token_ids, (
-                best.values - best.logsumexp[:, None]
-            ).exp() if with_probability else None
+        hidden, classifier = self._transformed(exit_layer, state)
+        lm_head = self.lm_head
+        best = shard_topk(
+            self._logits(hidden, classifier, gather=False),
+            k,
+            lm_head.vocab_start,
+            lm_head.num_valid,
+            with_probability,
+        )
+        if lm_head.tp_size == 1:
+            if not with_probability:
+                return best.token_ids, None
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
         # float32 is exact for token ids below 2^24, and every backend can exchange it.
         packed = torch.cat(
             [best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1
         )
-        shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
+        shards = lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
         ids, probabilities = merge_topk(
             shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k
         )

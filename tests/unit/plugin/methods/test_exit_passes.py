@@ -3,7 +3,6 @@
 backends that make passes wait.
 """
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +13,11 @@ from vllm.model_executor.layers.attention.chunked_local_attention import (
 )
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
-from vllm_ppd.vllm_plugins.engine import outside_steps
-from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, updates_in_place
+from vllm_ppd.vllm_plugins.engine.outside_steps import on_device
 from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
@@ -65,34 +60,6 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.confidence, parts.confidence)
 
 
-def attention_group(name: str, updates: bool) -> Any:
-    """As much of vLLM's AttentionGroup as is asked for."""
-    backend = SimpleNamespace(get_name=lambda: name)
-    builder = object.__new__(TritonAttentionMetadataBuilder)
-    builder.supports_draft_decode_metadata_update = updates
-    return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
-
-
-def test_backends_that_wait_are_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(outside_steps, "_warned", set())
-    monkeypatch.setattr(outside_steps.logger, "propagate", True)
-    updates = attention_group("FLASH_ATTN", True)
-    waits = attention_group("FLASHINFER", False)
-    with caplog.at_level(logging.WARNING):
-        assert on_device([updates]) and not caplog.records
-        assert not on_device([updates, waits])
-        assert not on_device([waits])
-    (record,) = caplog.records
-    message = record.getMessage()
-    assert (
-        "FLASHINFER" in message
-        and "FLASH_ATTN or TRITON_ATTN" in message
-        and len(message) <= 300
-    )
-
-
 @pytest.mark.parametrize(
     "backend", [TritonAttentionBackend, FlashAttentionBackend, TritonMLABackend]
 )
@@ -101,16 +68,18 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
     class leaves as they are.
     """
 
-    def trusted(kind: Any) -> bool:
-        builder = object.__new__(kind.get_builder_cls())
-        builder.supports_draft_decode_metadata_update = True
-        return updates_in_place(builder)
+    def trusted(kind: type, updates: bool = True) -> bool:
+        builder = object.__new__(kind)
+        builder.supports_draft_decode_metadata_update = updates
+        group = SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
+        return on_device([group])
 
-    assert trusted(backend)
-    assert not trusted(create_chunked_local_attention_backend(backend, 16))
-    # Builds as its base class does
-    own = type("Renamed", (backend.get_builder_cls(),), {})
-    assert trusted(SimpleNamespace(get_builder_cls=lambda: own))
+    builder = backend.get_builder_cls()
+    chunked = create_chunked_local_attention_backend(backend, 16)
+    assert trusted(builder)
+    assert not trusted(builder, updates=False)
+    assert not trusted(chunked.get_builder_cls())
+    assert trusted(type("Renamed", (builder,), {}))  # builds as its base class does
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 100, 1024])
