@@ -32,12 +32,6 @@ class LookedUp(NamedTuple):
     matched: torch.Tensor  # [requests] bool, whether the request has looked-up drafts
     token_ids: torch.Tensor  # [requests, K] int64, arbitrary where there is no match
 
-    def at(self, offset: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """The drafts at an offset: looked-up ones where there is a match, else
-        token_ids [requests].
-        """
-        return torch.where(self.matched, self.token_ids[:, offset], token_ids)
-
 
 @dataclass(frozen=True)
 class DraftInputs:

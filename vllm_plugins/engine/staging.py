@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.dispatch import chosen
@@ -71,23 +72,18 @@ class RequestOptions:
             row: of the request.
             params: vLLM's SamplingParams; None for a pooling request.
         """
-        extra = getattr(params, "extra_args", None)
-        threshold = back_off_threshold(extra)
-        self.drafting[row] = drafting_allowed(extra) and (
+        params = params or SamplingParams(temperature=0.0)
+        threshold = back_off_threshold(params.extra_args)
+        self.drafting[row] = drafting_allowed(params.extra_args) and (
             self.verified or not needs_single_tokens(params)
         )
-        self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
-        temperature = 0.0 if self.is_greedy[row] else params.temperature
-        top_k = (
-            self.vocab_size
-            if params is None or not 0 < params.top_k < self.vocab_size
-            else params.top_k
-        )
+        self.is_greedy[row] = params.temperature < GREEDY_BELOW
+        limited = 0 < params.top_k < self.vocab_size
         self.settings[row] = (
             self.num_drafts if self.drafting[row] else 0,
-            temperature,
-            top_k,
-            1.0 if params is None else params.top_p,
+            0.0 if self.is_greedy[row] else params.temperature,
+            params.top_k if limited else self.vocab_size,
+            params.top_p,
             np.nan if threshold is None else threshold,
         )
 

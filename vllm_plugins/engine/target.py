@@ -39,41 +39,33 @@ class PackedLinear:
     def __init__(
         self, weight: torch.Tensor, vllm_config: Any, device: torch.device
     ) -> None:
-        self.rows = len(weight)
         self.vllm_config = vllm_config
         self.device = device
-        self.layer = self._packed(weight)
+        self._pack(weight)
 
-    def _packed(self, weight: torch.Tensor) -> ReplicatedLinear:
+    def _pack(self, weight: torch.Tensor) -> None:
         model_config = self.vllm_config.model_config
         rows, columns = weight.shape
         with set_current_vllm_config(self.vllm_config), self.device:
-            layer = ReplicatedLinear(
+            self.layer = ReplicatedLinear(
                 columns,
                 rows,
                 bias=False,
                 params_dtype=model_config.dtype,
                 quant_config=None,
             )
-        layer.weight.data.copy_(weight)
-        process_weights_after_loading(layer, model_config, self.device)
-        return layer
+        self.layer.weight.data.copy_(weight)
+        process_weights_after_loading(self.layer, model_config, self.device)
 
     def load(self, weight: torch.Tensor) -> None:
         """Replace the matrix by another one of its shape; CUDA graphs read it from then on, too."""
-        plain = self.plain()
-        if plain is None:
-            self.layer = self._packed(weight)  # packed on a CPU, which has no graphs
+        if self.device.type == "cpu":
+            self._pack(weight)  # in a layout of the platform's, and without graphs
         else:
-            plain.data.copy_(weight)
+            self.layer.weight.data.copy_(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.layer(hidden)[0]
-
-    def plain(self) -> torch.Tensor | None:
-        """The matrix [out, in]; None if the platform has packed it."""
-        weight = self.layer.weight
-        return weight if weight.dim() == 2 and len(weight) == self.rows else None
 
 
 class LMHead:

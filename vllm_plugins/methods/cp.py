@@ -44,36 +44,6 @@ if TYPE_CHECKING:
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
 
-class _Recurrence:
-    """The recurrence of a state (heads/cp/module.py) with matrices packed like the target's."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        def packed(name: str) -> PackedLinear:
-            return target.linear(tensors[f"cp.recurrence.{name}"].flatten(0, -2))
-
-        self.gated = packed("token"), packed("inner"), packed("outer")
-        self.fuse = packed("fuse") if "cp.recurrence.fuse" in tensors else None
-        self.down: PackedLinear | None = None
-        self.up: torch.Tensor | None = None
-        if "cp.recurrence.down" in tensors:
-            self.down = packed("down")
-            self.up = tensors["cp.recurrence.up"].to(target.device, target.dtype)
-
-    def start(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
-        """s_0 [requests, d] from the last states [requests, d] and those after some
-        layers [layers, requests, d].
-        """
-        if self.fuse is None or layers is None:
-            return hidden
-        return fused(torch.cat([hidden, *layers], dim=-1), hidden.shape[-1], self.fuse)
-
-    def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return advance(state, embedded, *self.gated)
-
-    def experts(self, state: torch.Tensor) -> torch.Tensor:
-        return of_experts(state, self.down, self.up)
-
-
 class CPDrafter(Drafter):
     """Drafts with a CP head over the target's last hidden state."""
 
@@ -89,11 +59,10 @@ class CPDrafter(Drafter):
         self.rank = heads.rank
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.token_gate: torch.Tensor | None = None
-        self.recurrence: _Recurrence | None = None
         if heads.condition == "recurrent":
             self.factors -= 1
             self.token_gate = tensors["cp.token_gate"].to(self.gate)
-            self.recurrence = _Recurrence(tensors, target)
+            self._load_recurrence(tensors)
         elif heads.factorised:
             transforms = tensors["cp.transforms"][: self.factors]
             self.weights = target.linear(transforms.flatten(0, 2))
@@ -106,11 +75,26 @@ class CPDrafter(Drafter):
         logits = self.factors * heads.rank * self.vocabulary.size
         self.requests_at_once = max(1, LOGITS_AT_ONCE // logits)
 
+    def _load_recurrence(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load the matrices of the state (heads/cp/module.py), packed like the target's."""
+        target = self.target
+
+        def packed(name: str) -> PackedLinear:
+            return target.linear(tensors[f"cp.recurrence.{name}"].flatten(0, -2))
+
+        self.gated = packed("token"), packed("inner"), packed("outer")
+        self.fuse = packed("fuse") if "cp.recurrence.fuse" in tensors else None
+        self.down: PackedLinear | None = None
+        self.up: torch.Tensor | None = None
+        if "cp.recurrence.down" in tensors:
+            self.down = packed("down")
+            self.up = tensors["cp.recurrence.up"].to(target.device, target.dtype)
+
     def propose(self, step: DraftInputs) -> Drafts:
         vocabulary = self.vocabulary
         hidden = step.hidden
         token_ids = vocabulary.token_ids
-        if self.recurrence is None:
+        if self.token_gate is None:
             log_weights = log_gate(hidden, self.gate)
             shape = (len(hidden), self.factors, self.rank, -1)
             logits = self._logits(self.weights(hidden).view(shape))
@@ -121,20 +105,27 @@ class CPDrafter(Drafter):
             return Drafts(vocabulary.ids(entries))
         embedded = self.target.embed(step.newest_ids)
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
-        read = self._reader(self.recurrence, step, embedded)
         entries = draft_in_sequence(
-            log_weights, self.factors, read, step.sampling, token_ids
+            log_weights,
+            self.factors,
+            self._reader(step, embedded),
+            step.sampling,
+            token_ids,
         )
         return Drafts(vocabulary.ids(entries))
 
     def _reader(
-        self, recurrence: _Recurrence, step: DraftInputs, newest: torch.Tensor
+        self, step: DraftInputs, newest: torch.Tensor
     ) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
         """A reader of each draft's logits, as draft_in_sequence takes it, from E of the
         newest tokens [requests, d] on.
         """
-        layers = None if self.tapped is None else self.tapped[:, step.places]
-        state = recurrence.start(step.hidden, layers)
+        state = step.hidden
+        if self.tapped is not None and self.fuse is not None:
+            layers = self.tapped[:, step.places]
+            state = fused(
+                torch.cat([state, *layers], dim=-1), state.shape[-1], self.fuse
+            )
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             nonlocal state
@@ -142,8 +133,8 @@ class CPDrafter(Drafter):
             if before is not None:
                 draft = self.vocabulary.ids(before).clamp(min=0)
                 embedded = self.target.embed(draft)
-            state = recurrence.advance(state, embedded)
-            return self._logits(recurrence.experts(state))
+            state = advance(state, embedded, *self.gated)
+            return self._logits(of_experts(state, self.down, self.up))
 
         return read
 

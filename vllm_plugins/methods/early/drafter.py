@@ -53,7 +53,8 @@ class EarlyExitDrafter(Drafter):
             readings.append(reading)
             token_ids = reading.token_ids
             if step.looked_up is not None:
-                token_ids = step.looked_up.at(offset, token_ids)
+                matched, looked_up_ids = step.looked_up
+                token_ids = torch.where(matched, looked_up_ids[:, offset], token_ids)
         # For the last draft's state, from which the deep pass starts
         self.cut.run(step.num_drafts, token_ids)
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
