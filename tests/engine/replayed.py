@@ -116,11 +116,10 @@ def _write(outputs: Any, results: Any) -> None:
 
 
 class Replayed:
-    """In place of a speculator's graphs of one kind of drafting."""
+    """In place of a speculator's graphs of greedy drafting."""
 
-    def __init__(self, speculator: Any, kind: Any) -> None:
+    def __init__(self, speculator: Any) -> None:
         self.speculator = speculator
-        self.kind = kind
         self.replays = 0
         self.recorded: dict[int, Recording] = {}
 

@@ -21,45 +21,34 @@ def test_allocated_before_the_kv_cache_is_sized(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    load = DeferredKVSpeculator.load_draft_model
-    size = DraftingWorker.determine_available_memory
 
-    def load_draft_model(self: DeferredKVSpeculator, *args: Any) -> None:
-        load(self, *args)
-        order.append("ours")
+    def watch(owner: Any, name: str) -> None:
+        stock = getattr(owner, name)
 
-    def determine_available_memory(self: Any) -> int:
-        order.append("kv cache")
-        return size(self)
+        def noted(*args: Any) -> Any:
+            order.append(name)
+            return stock(*args)
 
-    monkeypatch.setattr(DeferredKVSpeculator, "load_draft_model", load_draft_model)
-    monkeypatch.setattr(
-        DraftingWorker, "determine_available_memory", determine_available_memory
-    )
+        monkeypatch.setattr(owner, name, noted)
+
+    watch(DeferredKVSpeculator, "load_draft_model")
+    watch(DraftingWorker, "determine_available_memory")
     llm = start_engine(tiny_model(), METHODS["early"])
-    assert order == ["ours", "kv cache"]
-
-    check_profile(llm, monkeypatch)
-    buffers = buffers_of(llm)
-    # States of each request's newest token and drafts, and those of another that takes
-    # what padding writes; drafts.
-    assert [tuple(buffer.shape) for buffer in buffers] == [((16 + 1) * 4, 64)] * 2 + [
-        (16, 3)
-    ]
+    assert order == ["load_draft_model", "determine_available_memory"]
+    speculator = drafter_of(llm)
+    saved = speculator.deferred.saved
+    buffers = (saved.hidden, saved.residual, speculator.draft_tokens)
     addresses = [buffer.data_ptr() for buffer in buffers]
     CASES["more_than_fit"](llm)
-    assert [buffer.data_ptr() for buffer in buffers_of(llm)] == addresses
+    buffers = (saved.hidden, saved.residual, speculator.draft_tokens)
+    assert [buffer.data_ptr() for buffer in buffers] == addresses
 
 
-def buffers_of(llm: Any) -> list[torch.Tensor]:
-    saved = drafter_of(llm).deferred.saved
-    return [saved.hidden, saved.residual, drafter_of(llm).draft_tokens]
-
-
-def check_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's memory profile drafts for every bucket of batch sizes, drawn or not; no
-    sample depends on it.
-    """
+def test_the_profile_drafts_for_every_bucket_of_batch_sizes(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drawn or not; no sample depends on it."""
+    llm = engine(METHODS["early"])
     drafter = drafter_of(llm).drafter
     seen = set()
     stock = drafter.propose
@@ -68,10 +57,9 @@ def check_profile(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         seen.add((len(step.newest_ids), step.sampling is None))
         return stock(step)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(drafter, "propose", propose)
-        state = torch.get_rng_state()
-        runner_of(llm)._dummy_run(16, is_profile=True)
-        assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(drafter, "propose", propose)
+    state = torch.get_rng_state()
+    runner_of(llm)._dummy_run(16, is_profile=True)
+    assert torch.equal(torch.get_rng_state(), state)
     assert seen == {(n, greedy) for n in (16, 8, 4, 2, 1) for greedy in (True, False)}
     assert not drafter_of(llm).deferred.drafted.any()
