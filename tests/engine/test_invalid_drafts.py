@@ -7,12 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, our_log, start_engine
-
-from vllm_ppd.kernels.sampling import INVALID, Sampling
-from vllm_ppd.vllm_plugins.methods.early.reader import sampled_reading
 
 NAN = float("nan")
 INF = float("inf")
@@ -76,14 +72,3 @@ def test_damaged_heads_change_nothing(
     assert len(warnings) == 1 and len(warnings[0]) <= 300
     # A stand-in may be right
     assert seen["invalid_drafts"] > 20 and seen["accepted"] < 3
-
-
-def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
-    logits = torch.randn(5, 9)
-    logits[1, 4], logits[2, 4], logits[3, 4], logits[4, 4] = NAN, INF, -INF, 1e37
-    heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
-    for temperature in (heat, torch.zeros(5)):
-        valid = (
-            sampled_reading(logits, Sampling(temperature)).token_ids != INVALID
-        ).tolist()
-        assert valid == [True, False, False, True, True]

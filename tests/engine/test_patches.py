@@ -16,10 +16,8 @@ import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
 from conftest import ROOT, Factory, our_log, runner_of
-from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm import EngineArgs
 from vllm.config import vllm as vllm_module
-from vllm.engine import arg_utils
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins import patches, register
@@ -29,12 +27,6 @@ from vllm_ppd.vllm_plugins.patches import scheduling, start
 
 register()
 OURS = {"method": "ppd", "exit_layer": 3}
-
-
-def test_names_of_heads_stay_as_they_are_offline() -> None:
-    assert arg_utils.get_model_path("acme/heads@v2", None) == "acme/heads@v2"
-    with pytest.raises(LocalEntryNotFoundError):
-        arg_utils.get_model_path("acme/model", None)
 
 
 def test_the_entry_point_registers_once() -> None:

@@ -119,17 +119,6 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
     assert seen["accepted"] > 0
 
 
-def test_request_that_opts_out_accepts_nothing(drafting: Factory) -> None:
-    """Its drafts are verified, as vLLM schedules a number a batch, and all rejected."""
-    llm = drafting(METHODS["cp"])
-    accepted = []
-    for allowed in (True, False):
-        with counting(llm) as seen:
-            generate(llm, prompts(2), greedy(extra_args={"ppd_draft": allowed}))
-        accepted.append(seen["accepted"])
-    assert accepted[0] > 0 == accepted[1]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
 @pytest.mark.parametrize("name", METHODS)
 def test_replayed_drafts_are_those_of_the_step(

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import LMHead
 
-LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies
-
 
 def early_heads(
     config: DraftingConfig, device: torch.device, dtype: torch.dtype
@@ -92,14 +90,11 @@ class EarlyReader:
         token. Overwrites the state.
         """
         hidden, classifier = self._transformed(exit_layer, state)
-        at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
-        parts = []
-        for start in range(0, len(hidden), at_once):
-            rows = slice(start, start + at_once)
-            logits = self._logits(hidden[rows], classifier, gather=True)
-            parts.append(sampled_reading(logits, sampling.at(rows)))
-        token_ids, confidences = zip(*parts, strict=True)
-        return Reading(torch.cat(token_ids), torch.cat(confidences))
+        logits = self._logits(hidden, classifier, gather=True).float()
+        # Of the likeliest token, not the drawn one, as for greedy requests.
+        best = logits.max(dim=-1).values
+        confidence = (best - torch.logsumexp(logits, dim=-1)).exp()
+        return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
 
     def _transformed(
         self, exit_layer: int, state: CutState
@@ -152,14 +147,3 @@ class EarlyReader:
             shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k
         )
         return ids, probabilities if with_probability else None
-
-
-def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
-    """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the
-    best token.
-    """
-    logits = logits.float()
-    # Of the likeliest token, not the drawn one, as for greedy requests.
-    confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    token_ids = chosen(draw_rows, logits)(logits, sampling)
-    return Reading(token_ids, confidence)

@@ -12,19 +12,16 @@ import torch
 
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates
-from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates
 
 NOBODY = 4 * 3
-
-
-def saved(rows: int) -> SavedStates:
-    return SavedStates(rows, 8, torch.float32, torch.device("cpu"), has_residual=True)
 
 
 @pytest.fixture
 def deferred() -> DeferredKV:
     """Four request rows, two drafts a request; rows 0 to 2 were drafted for."""
-    states = DeferredKV(4, 2, max_tokens=16, saved=saved(15), counters=Counters())
+    device = torch.device("cpu")
+    saved = SavedStates(15, 8, torch.float32, device, has_residual=True)
+    states = DeferredKV(4, 2, max_tokens=16, saved=saved, counters=Counters())
     states.drafted[:3] = True
     return states
 
@@ -94,21 +91,3 @@ def test_others_join_by_the_first_stack(
     assert residual is not None
     assert hidden[:, 0].tolist() == [3.0] + [7.0] * tokens[1] + [0.0] * 2
     assert residual[:, 0].tolist() == [0.0] + [5.0] * tokens[1] + [0.0] * 2
-
-
-def test_a_group_carries_states_of_the_same_positions_alone() -> None:
-    states = CarriedStates(saved(3))
-    hidden = torch.arange(3.0)[:, None].repeat(1, 8)
-    states.store(np.arange(3), (hidden, torch.zeros(3, 8)))
-    hidden.zero_()  # vLLM's norms overwrite their inputs
-    states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]))
-
-    def of(names: list[str], positions: list[int]) -> Any:
-        state = states.of(names, np.array(positions))
-        return None if state is None else state[0][:, 0].tolist()
-
-    assert of(["c", "a"], [5, 20]) == [2.0, 0.0]  # requests that moved
-    assert of(["a", "b"], [20, 31]) is None  # without a state
-    assert of(["a"], [19]) is None  # at another position
-    states.clear()
-    assert of(["a"], [20]) is None
