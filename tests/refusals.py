@@ -4,7 +4,6 @@
 import contextlib
 import io
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +39,6 @@ class Readers:
             model=self.model, dtype="float32"
         ).create_model_config()
         self.of: dict[str, Callable[[str], Any]] = {
-            "method and model": lambda folder: self.server(
-                speculative_config={"method": method_of(folder), "model": folder}
-            ),
             "model alone": lambda folder: self.server(
                 speculative_config={"model": folder}
             ),
@@ -94,12 +90,6 @@ def command(*argv: str) -> None:
     if code:
         assert code == 2
         raise Refused(said.getvalue().removeprefix("ppd: error: ").removesuffix("\n"))
-
-
-def method_of(folder: str) -> str:
-    """The method of a folder that is called after its kind."""
-    kind = re.search(r"/(early|cp|dynamo|recurrent)\d*", folder)
-    return kind.group(1) if kind else "cp"
 
 
 def edited(*path: Any, value: Any) -> Damage:

@@ -27,15 +27,8 @@ def phi(made_once: Factory) -> Path:
 
     def make(folder: Path) -> None:
         torch.manual_seed(0)
-        config = tf.PhiConfig(
-            vocab_size=tiny.VOCAB,
-            intermediate_size=96,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            bos_token_id=0,
-            eos_token_id=0,
-            **SIZES,
+        config = tiny.config_of(
+            "llama", model_type="phi", num_key_value_heads=4, **SIZES
         )
         model = tf.PhiForCausalLM(config)
         model.lm_head.bias.data.normal_()

@@ -6,7 +6,6 @@ import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, full_but, runner_of
 from methods import METHODS
-from test_drafts_that_pay import follow, lookup_of
 
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.lookup import LONGEST
@@ -31,29 +30,6 @@ def test_output_is_the_same_and_more_is_accepted(
             assert generate(llm, REQUESTS, PARAMS) == expected
         accepted.append(seen["accepted"])
     assert accepted[1] > accepted[0]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_nothing_is_drafted_where_nothing_repeats(
-    engine: Factory, asynchronous: bool
-) -> None:
-    """Steps without a match are vLLM's, and drafts come as soon as a request has one."""
-    options = {"method": "ppd", **LOOKUP, "adaptive": True, "step_costs": "measure"}
-    llm = engine(options, async_scheduling=asynchronous)
-    follow(llm, 0.001)
-    texts = lookup_of(llm).texts
-    expected = generate(engine(on_v2=True), REQUESTS, PARAMS)
-    assert texts is not None
-    with counting(llm) as seen:
-        assert generate(llm, REQUESTS, PARAMS) == expected
-    assert seen["accepted"] > 5 and seen["lookup_steps"] >= 3
-    texts.shortest = 1000  # nothing stands twice
-    with counting(llm) as seen:
-        assert generate(llm, REQUESTS, PARAMS) == expected
-    texts.shortest = LOOKUP["prompt_lookup_min"]
-    assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
-    # Ended requests are forgotten
-    assert not texts.repeats([]) and len(texts._seen) <= 3
 
 
 def followed(text: list[int], shortest: int) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a thousand steps without drafts their acceptance is what it was: no state of a
+"""After hundreds of steps without drafts their acceptance is what it was: no state of a
 method goes stale.
 """
 
@@ -20,9 +20,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "cp and lookup": CP | LOOKUP,
     "dynamo": {"method": "dynamo", "model": f"{HEADS}/dynamo", "eps_b": 0.05},
 }
-STEPS = 1000
-TOKENS = 1100
-LONG = {"max_model_len": 1280, "hf_overrides": {"max_position_embeddings": 2048}}
+STEPS = 400
+TOKENS = 500
+LONG = {"max_model_len": 640}
 
 
 @pytest.mark.engine

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's own decoding (verify: false): n-grams whose first token the target samples."""
 
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from cases import CASES, SCHEMA, generate, greedy, prompts
 from conftest import Factory, counting, drafter_of
 from methods import METHODS
-from test_sampling import LEVEL, PROMPT, p_value, sample
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -99,40 +97,6 @@ def test_n_grams_are_those_of_algorithm_1(
     assert several > 10
     # Some lie beyond a request's end
     assert several <= seen["unverified_tokens"] <= several + 3 * len(requests)
-
-
-def test_n_grams_are_sampled_from_the_joint(
-    unverified: Any, tiny_model: Factory
-) -> None:
-    """The first token follows the target's distribution, the second the joint's, given
-    the first.
-    """
-    settings = {"temperature": 1.0, "extra_args": {"ppd_eps_b": 0.0}}
-    samples = [tokens[:2] for tokens in sample(unverified, 1000, **settings)]
-    target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-    prompt = PROMPT["prompt_token_ids"]
-    heads = drafter_of(unverified).config.model
-    torch.manual_seed(0)
-
-    def target_samples(tokens: list[int], count: int) -> list[int]:
-        with torch.no_grad():
-            logits = target.model(torch.tensor([tokens])).logits[0, -1]
-        return logits.softmax(-1).multinomial(count, replacement=True).tolist()
-
-    first = Counter(target_samples(prompt, 4000))
-    pairs = []
-    for token, count in first.items():
-        choice = choices_along(tiny_model(), heads, [*prompt, token], 0.0)
-        place = len(prompt) - 1
-        order = int(choice.order[place])
-        if order == 1:  # every pair is masked
-            second = target_samples([*prompt, token], count)
-        else:
-            ids = choice.top.token_ids[1][place]
-            joint = choice.joints[order - 1][place][0].reshape(len(ids), -1).sum(dim=1)
-            second = ids[joint.multinomial(count, replacement=True)].tolist()
-        pairs += [(token, other) for other in second]
-    assert p_value(samples, pairs) > LEVEL
 
 
 def test_single_tokens_where_a_request_needs_them(

@@ -48,7 +48,7 @@ def test_published_speculators_are_taken(
     folder = publish(
         tmp_path / "recurrent", layout, "speculator.", shards, torch.bfloat16
     )
-    for name in (*SERVERS, "method and model", "inspect"):
+    for name in (*SERVERS, "inspect"):
         assert readers.refusal(name, str(folder)) is None, name
     config = load_config(folder)
     assert (
@@ -173,7 +173,7 @@ def test_what_cannot_be_drafted_with_is_refused(
 ) -> None:
     folder = publish(tmp_path / "recurrent", layout, "speculator.")
     damage(folder)
-    for name in (*SERVERS, "method and model"):
+    for name in SERVERS:
         line = readers.refusal(name, str(folder))
         assert line is not None and re.search(message, line), f"{name}: {line}"
 
