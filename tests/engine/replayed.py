@@ -91,15 +91,6 @@ class Recording(TorchDispatchMode):
         self.calls.append(again)
         return outputs
 
-    def __enter__(self) -> Any:
-        self._launches = launches_apart(self.calls.append)
-        self._launches.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)
-        self._launches.__exit__(*reason)
-
     def replay(self) -> None:
         for call in self.calls:
             call()
@@ -141,7 +132,9 @@ class Replayed:
             work = self.speculator.prepare_capture(
                 False, self.dispatch(size), warmup=False
             )
-            with torch.inference_mode(), Recording() as recording:
+            recording = Recording()
+            launches = launches_apart(recording.calls.append)
+            with torch.inference_mode(), launches, recording:
                 work(CUDAGraphMode.FULL)
             self.recorded[size] = recording
 

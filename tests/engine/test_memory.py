@@ -6,9 +6,8 @@ and nothing grows later.
 from typing import Any
 
 import pytest
-import torch
 from cases import CASES
-from conftest import Factory, drafter_of, runner_of, start_engine
+from conftest import Factory, drafter_of, start_engine
 from methods import METHODS
 
 from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
@@ -42,24 +41,3 @@ def test_allocated_before_the_kv_cache_is_sized(
     CASES["more_than_fit"](llm)
     buffers = (saved.hidden, saved.residual, speculator.draft_tokens)
     assert [buffer.data_ptr() for buffer in buffers] == addresses
-
-
-def test_the_profile_drafts_for_every_bucket_of_batch_sizes(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Drawn or not; no sample depends on it."""
-    llm = engine(METHODS["early"])
-    drafter = drafter_of(llm).drafter
-    seen = set()
-    stock = drafter.propose
-
-    def propose(step: Any) -> Any:
-        seen.add((len(step.newest_ids), step.sampling is None))
-        return stock(step)
-
-    monkeypatch.setattr(drafter, "propose", propose)
-    state = torch.get_rng_state()
-    runner_of(llm)._dummy_run(16, is_profile=True)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert seen == {(n, greedy) for n in (16, 8, 4, 2, 1) for greedy in (True, False)}
-    assert not drafter_of(llm).deferred.drafted.any()

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published speculators in engines: what they draft is the formulas', and what vLLM's
-own module reads is read.
-"""
+"""Published speculators in engines: what they draft is the formulas'."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, drafter_of
-from published import LAYOUTS, drafts, publish, states, weights_of
+from published import LAYOUTS, drafts, publish, weights_of
 from refusals import edited
-from safetensors.torch import load_file, save_file
-from vllm.config import VllmConfig, set_current_vllm_config
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.engine
 
@@ -60,37 +56,3 @@ def test_drafts_are_the_formula(
     assert len(seen) >= 30
     for hidden, newest, drafted in seen:
         assert drafted == drafts(config, tensors, hidden, newest, config["n_predict"])
-
-
-@pytest.mark.parametrize("layout", ["ibm", "ibm-5"])
-def test_vllms_own_module_reads_the_same(
-    engine: Factory, tmp_path: Path, layout: str
-) -> None:
-    """vLLM 0.32 has the module without the loop that ran it: its parts, in that loop,
-    give the formulas' logits.
-    """
-    models = "vllm.model_executor.models.mlp_speculator"
-    speculator = pytest.importorskip(models, reason="vLLM 0.33 has no MLP speculators")
-    from vllm.transformers_utils.configs import MLPSpeculatorConfig
-
-    engine()  # vLLM's parallel groups
-    config = LAYOUTS[layout]
-    hidden = torch.randn(64)
-    tokens = [3, 50, 7]
-    settings = {"vocab_size": 320, "top_k_tokens_per_head": [1] * config["n_predict"]}
-    hf_config = MLPSpeculatorConfig(**config | settings)
-    model_config = SimpleNamespace(hf_config=hf_config)
-    with set_current_vllm_config(VllmConfig()):
-        module = speculator.MLPSpeculator(
-            vllm_config=SimpleNamespace(model_config=model_config)
-        )
-    stored = load_file(publish(tmp_path, layout, "speculator.") / "model.safetensors")
-    assert module.load_weights(stored.items()) == dict(module.named_parameters()).keys()
-    state = module.ln0(hidden) / 2**0.5 if config["scale_input"] else hidden
-    scale = module.emb_weight / module.state_weight
-    for i, (logits, _) in enumerate(states(config, weights_of(config), hidden, tokens)):
-        embedded = module.emb[i](torch.tensor(tokens[i]))
-        state = module.ln[i](module.proj[i](state) + scale * embedded)
-        state = module.activation(state)
-        read = module.head[i].weight[:320] @ state
-        torch.testing.assert_close(read, logits, rtol=1e-4, atol=1e-4)

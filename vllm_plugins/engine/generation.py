@@ -32,19 +32,7 @@ class OfflineEngine:
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
     ) -> list[Continuation]:
-        # Explicit, as vLLM's defaults follow the model's generation_config.json
-        params = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                max_tokens=sampling.max_tokens,
-                seed=seed,
-                stop_token_ids=list(sampling.stop_ids),
-                stop=sampling.stop_text or None,
-                detokenize=sampling.wants_text,
-            )
-            for seed in seeds
-        ]
+        params = [self._params(sampling, seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
             inputs, params, use_tqdm=partial(tqdm, leave=False)
@@ -57,6 +45,20 @@ class OfflineEngine:
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
+
+    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
+        """vLLM's parameters; explicit, as its defaults follow the model's
+        generation_config.json.
+        """
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=list(sampling.stop_ids) or None,
+            stop=[sampling.stop_text] if sampling.stop_text else None,
+            detokenize=sampling.wants_text,
+        )
 
 
 def engine_arguments(options: DataOptions) -> dict[str, Any]:

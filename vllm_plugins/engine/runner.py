@@ -43,7 +43,6 @@ class DraftingRunnerMixin(UpdatedRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)
         stock = model_runner.RequestState
-        assert config.spec.speculator is not None
         # vLLM sets this for its own lookups, too
         dense = (
             {}
@@ -90,10 +89,9 @@ class DraftingRunnerMixin(UpdatedRunner):
         """Set the adapter of each row of logits. vLLM sets one a request, but a request
         has a row for each draft.
         """
-        logits = self._logits
-        self._logits = None
-        if logits is not None:  # not a dummy step
-            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, logits))
+        if self._logits is not None:  # not a dummy step
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._logits))
+            self._logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

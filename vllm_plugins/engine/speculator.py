@@ -215,8 +215,9 @@ class Speculator(DraftModelSpeculator):
                 last_hidden_states,
                 seeds,
             )
-            greedy = self.options.is_greedy[input_batch.idx_mapping_np].all()
-            self._run(requests, self.sampled and not greedy, end)
+            settings = self.options.settings[input_batch.idx_mapping_np]
+            sampled = self.sampled and settings[:, Setting.TEMPERATURE].any()
+            self._run(requests, sampled, end)
             self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
 
@@ -309,7 +310,8 @@ class Speculator(DraftModelSpeculator):
         """
         if self.unverified is not None:
             return self.unverified.beyond(batch)
-        if self.options.drafting[batch.idx_mapping_np].all():
+        settings = self.options.settings[batch.idx_mapping_np]
+        if settings[:, Setting.MAX_DRAFTS].all():
             return None
         max_drafts = self.options.on_device[
             batch.expanded_idx_mapping, Setting.MAX_DRAFTS

@@ -58,8 +58,6 @@ class RequestOptions:
         self.num_drafts = num_drafts
         self.vocab_size = vocab_size
         self.verified = verified
-        self.drafting = np.zeros(rows, dtype=bool)  # False if the request has no drafts
-        self.is_greedy = np.zeros(rows, dtype=bool)
         # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no
         # threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
@@ -74,14 +72,14 @@ class RequestOptions:
         """
         params = params or SamplingParams(temperature=0.0)
         threshold = back_off_threshold(params.extra_args)
-        self.drafting[row] = drafting_allowed(params.extra_args) and (
+        drafting = drafting_allowed(params.extra_args) and (
             self.verified or not needs_single_tokens(params)
         )
-        self.is_greedy[row] = params.temperature < GREEDY_BELOW
+        greedy = params.temperature < GREEDY_BELOW
         limited = 0 < params.top_k < self.vocab_size
         self.settings[row] = (
-            self.num_drafts if self.drafting[row] else 0,
-            0.0 if self.is_greedy[row] else params.temperature,
+            self.num_drafts if drafting else 0,
+            0.0 if greedy else params.temperature,
             params.top_k if limited else self.vocab_size,
             params.top_p,
             np.nan if threshold is None else threshold,

@@ -229,8 +229,9 @@ class DraftVocabulary:
         # [size]; None: the whole vocabulary
         self.token_ids: torch.Tensor | None = None
         self.size = config.draft_vocab_size or target.vocab_size
+        # Rows of the LM head, and their bias
         self.linear: PackedLinear | None = None
-        self._bias: torch.Tensor | None = None
+        self.bias = self.lm_head.bias
         if config.draft_vocab_size is None:
             return
         counts = tensors[str(heads.counts_tensor)]
@@ -238,8 +239,9 @@ class DraftVocabulary:
         invalid = self.token_ids.new_tensor([INVALID])
         self._ids = torch.cat([self.token_ids, invalid])
         self._entries = columns(self.token_ids, len(counts))
+        self.bias = None
         if reads_lm_head:
-            rows, self._bias = self.lm_head.rows(self.token_ids)
+            rows, self.bias = self.lm_head.rows(self.token_ids)
             self.linear = target.linear(rows)
 
     def refresh(self) -> None:
@@ -247,13 +249,10 @@ class DraftVocabulary:
         if self.linear is not None:
             rows, bias = self.lm_head.rows(self.token_ids)
             self.linear.load(rows)
-            assert self._bias is not None
-            self._bias.copy_(bias)
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """[size], or of this rank's shard; None if the LM head has none."""
-        return self.lm_head.bias if self.token_ids is None else self._bias
+            assert self.bias is not None
+            self.bias.copy_(bias)
+        elif self.token_ids is None:
+            self.bias = self.lm_head.bias
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:
         """Token IDs of entries; INVALID ones stay."""
@@ -267,7 +266,7 @@ class DraftVocabulary:
         """The LM head's logits of states [rows, hidden]: [rows, size]."""
         if self.linear is None:
             return self.lm_head.logits(hidden)
-        return self.linear(hidden) + self._bias
+        return self.linear(hidden) + self.bias
 
     def rows(self, classifiers: torch.Tensor) -> torch.Tensor:
         """The rows of classifiers [..., vocabulary, hidden] that this rank holds."""

@@ -93,25 +93,25 @@ class CPDrafter(Drafter):
     def propose(self, step: DraftInputs) -> Drafts:
         vocabulary = self.vocabulary
         hidden = step.hidden
-        token_ids = vocabulary.token_ids
         if self.token_gate is None:
-            log_weights = log_gate(hidden, self.gate)
             shape = (len(hidden), self.factors, self.rank, -1)
             logits = self._logits(self.weights(hidden).view(shape))
-            first = vocabulary.entries(step.newest_ids)
             entries, _ = chosen(draft_chain, logits)(
-                log_weights, logits, first, step.sampling, token_ids
+                log_gate(hidden, self.gate),
+                logits,
+                vocabulary.entries(step.newest_ids),
+                step.sampling,
+                vocabulary.token_ids,
             )
-            return Drafts(vocabulary.ids(entries))
-        embedded = self.target.embed(step.newest_ids)
-        log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
-        entries = draft_in_sequence(
-            log_weights,
-            self.factors,
-            self._reader(step, embedded),
-            step.sampling,
-            token_ids,
-        )
+        else:
+            embedded = self.target.embed(step.newest_ids)
+            entries = draft_in_sequence(
+                log_gate(hidden, self.gate, embedded, self.token_gate),
+                self.factors,
+                self._reader(step, embedded),
+                step.sampling,
+                vocabulary.token_ids,
+            )
         return Drafts(vocabulary.ids(entries))
 
     def _reader(

@@ -60,9 +60,7 @@ class EarlyExitDrafter(Drafter):
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         if not with_confidence:
             return Drafts(tokens)
-        confidences = [
-            reading.confidence for reading in readings if reading.confidence is not None
-        ]
-        confidence = torch.stack(confidences, dim=1)
+        confidences = [reading.confidence for reading in readings]
+        confidence = torch.stack(confidences, dim=1)  # type: ignore[arg-type]
         # NaN passes here, as its draft is INVALID.
         return Drafts(tokens, (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1))
