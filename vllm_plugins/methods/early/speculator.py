@@ -13,11 +13,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
     ModelCudaGraphManager,
 )
 
-from vllm_ppd.vllm_plugins.engine.outside_steps import on_device
-from vllm_ppd.vllm_plugins.engine.passes import FirstStackPasses
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates
 from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyExitDrafter
+from vllm_ppd.vllm_plugins.methods.early.passes import FirstStackPasses, on_device
 
 
 class DeferredKVSpeculator(Speculator):

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from vllm_ppd.model_patches import exit_norm
-from vllm_ppd.vllm_plugins.engine.outside_steps import on_device
+from vllm_ppd.vllm_plugins.methods.early.passes import on_device
 
 
 def test_vllm_has_such_norms() -> None:

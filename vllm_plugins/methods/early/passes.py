@@ -3,11 +3,13 @@
 target's paged KV cache.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
@@ -16,6 +18,8 @@ from vllm.v1.worker.gpu.attn_utils import (
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+
+logger = init_logger("vllm.vllm_ppd")
 
 
 class FirstStackPasses:
@@ -214,3 +218,42 @@ class FirstStackPasses:
                 input_ids.index_select(0, index), token_positions
             )
         return state
+
+
+def on_device(groups: Iterable[Any]) -> bool:
+    """Whether all attention groups update their metadata on the device; logs once if
+    one does not.
+    """
+    others = [
+        group.backend.get_name()
+        for group in groups
+        if not updates_in_place(group.get_metadata_builder())
+    ]
+    if others:
+        logger.warning_once(
+            "vllm-ppd: attention backend %s may copy sequence lengths to the host in "
+            "every shallow pass, which then waits for the device and runs without a "
+            "CUDA graph; unless the model has chunked layers, avoid this with "
+            "--attention-backend FLASH_ATTN or TRITON_ATTN",
+            others[0],
+        )
+    return not others
+
+
+def updates_in_place(builder: Any) -> bool:
+    """Whether a builder can update a decode pass's metadata for the next pass, and the
+    update is of its own metadata.
+
+    A derived builder may build other metadata and inherit an update that does not know
+    of them: that of chunked local attention builds lengths and blocks of chunks, and
+    its base class updates nothing, as it counts on sequence lengths that change in
+    place.
+    """
+    if not builder.supports_draft_decode_metadata_update:
+        return False
+    kinds = type(builder).__mro__
+    builds = next(kind for kind in kinds if "build" in vars(kind))
+    updates = next(
+        kind for kind in kinds if "update_draft_decode_metadata" in vars(kind)
+    )
+    return issubclass(updates, builds)
