@@ -4,7 +4,7 @@
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, full_but, runner_of
+from conftest import Factory, counting, runner_of
 from methods import METHODS
 
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
@@ -16,16 +16,15 @@ REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2)]
 PARAMS = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
 
 
-@pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
 @pytest.mark.parametrize("name", METHODS)
 def test_output_is_the_same_and_more_is_accepted(
-    engine: Factory, drafting: Factory, name: str, asynchronous: bool
+    engine: Factory, drafting: Factory, name: str
 ) -> None:
     """Texts that repeat themselves beside others, greedy and sampled."""
     expected = generate(engine(on_v2=True), REQUESTS, PARAMS)
     accepted = []
     for options in ({}, LOOKUP):
-        llm = drafting(METHODS[name] | options, async_scheduling=asynchronous)
+        llm = drafting(METHODS[name] | options)
         with counting(llm) as seen:
             assert generate(llm, REQUESTS, PARAMS) == expected
         accepted.append(seen["accepted"])
