@@ -89,7 +89,10 @@ def make_tokenizer() -> tf.PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     return tf.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, bos_token=END, pad_token=END
+        tokenizer_object=bpe,
+        eos_token=END,
+        bos_token=END,
+        pad_token=END,
     )
 
 
@@ -105,7 +108,10 @@ def architecture(family: str) -> Any:
 
 
 def make_model(
-    folder: Path, family: str = "llama", seed: int = 0, **changes: object
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    **changes: object,
 ) -> Path:
     """Write a random float32 model with a tokenizer; returns its folder."""
     torch.manual_seed(seed)

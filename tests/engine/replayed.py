@@ -72,7 +72,11 @@ class Recording(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []  # which no other tensor may be taken for
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         outputs = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ == PLANNER:
@@ -117,7 +121,9 @@ class Replayed:
     def dispatch(self, num_reqs: int, *_: Any) -> BatchExecutionDescriptor:
         size = next(size for size in SIZES if size >= num_reqs)
         return BatchExecutionDescriptor(
-            CUDAGraphMode.FULL, num_tokens=size, num_reqs=size
+            CUDAGraphMode.FULL,
+            num_tokens=size,
+            num_reqs=size,
         )
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
@@ -130,7 +136,9 @@ class Replayed:
         """
         for size in SIZES:
             work = self.speculator.prepare_capture(
-                False, self.dispatch(size), warmup=False
+                False,
+                self.dispatch(size),
+                warmup=False,
             )
             recording = Recording()
             launches = launches_apart(recording.calls.append)

@@ -49,7 +49,9 @@ def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
 
 
 def test_shallow_work_is_not_done_twice(
-    engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch
+    engine: Factory,
+    modes: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoding runs the last stack alone over the tokens that shallow passes have seen."""
     llm = engine(EARLY)

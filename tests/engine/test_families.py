@@ -46,14 +46,20 @@ def separate_process(request: pytest.FixtureRequest) -> None:
     command = [sys.executable, "-m", "pytest", *options, request.node.nodeid]
     environment = {**os.environ, SEPARATE_PROCESS_FLAG: "1"}
     run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, cwd=ROOT
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert run.returncode == 0, run.stdout[-3000:]
     pytest.skip("passed in a process of its own")
 
 
 def whole_model(
-    adapter: Any, input_ids: torch.Tensor, positions: torch.Tensor
+    adapter: Any,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
 ) -> torch.Tensor:
     """vLLM's own forward of the decoder, the class's method that the cut replaced on
     the instance.

@@ -31,7 +31,9 @@ HEADS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), full_but(HEADS[:2], HEADS), ids=["cp", "recurrent", "layers"]
+    ("kind", "how"),
+    full_but(HEADS[:2], HEADS),
+    ids=["cp", "recurrent", "layers"],
 )
 def test_lora(
     engine: Factory,
@@ -60,7 +62,10 @@ def test_lora(
         ]
         with counting(llm) as seen:
             outputs = llm.generate(
-                prompts(16), params, use_tqdm=False, lora_request=requests
+                prompts(16),
+                params,
+                use_tqdm=False,
+                lora_request=requests,
             )
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return tokens, seen["accepted"]
@@ -105,7 +110,10 @@ def test_kv_connector(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     # The connector stores prompts that are taken in at once.
     llm = start_engine(
-        tiny_model(), options, kv_transfer_config=connector, max_num_batched_tokens=512
+        tiny_model(),
+        options,
+        kv_transfer_config=connector,
+        max_num_batched_tokens=512,
     )
     lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
     assert lookup.controller is not None, (
@@ -128,7 +136,10 @@ def test_kv_connector(
 
 @pytest.mark.parametrize("name", METHODS)
 def test_sleep_level_1(
-    drafting: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+    drafting: Factory,
+    engine: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """The KV cache does not come back, and nothing of ours depends on it. (The CPU
     build has no sleep mode of its own.)
@@ -139,7 +150,9 @@ def test_sleep_level_1(
             cache.fill_(42.0)
 
     monkeypatch.setattr(
-        type(current_platform), "is_sleep_mode_available", lambda self: True
+        type(current_platform),
+        "is_sleep_mode_available",
+        lambda self: True,
     )
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
     monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: None)

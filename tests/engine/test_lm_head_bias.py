@@ -28,7 +28,10 @@ def phi(made_once: Factory) -> Path:
     def make(folder: Path) -> None:
         torch.manual_seed(0)
         config = tiny.config_of(
-            "llama", model_type="phi", num_key_value_heads=4, **SIZES
+            "llama",
+            model_type="phi",
+            num_key_value_heads=4,
+            **SIZES,
         )
         model = tf.PhiForCausalLM(config)
         model.lm_head.bias.data.normal_()
@@ -55,7 +58,9 @@ def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [None, 100])
 def test_whole_heads_draft_with_the_bias(
-    phi: Path, tmp_path: Path, size: int | None
+    phi: Path,
+    tmp_path: Path,
+    size: int | None,
 ) -> None:
     """As they are trained: whole classifiers that are zero draft the token of the largest bias."""
     changes: dict[str, Any] = {"factorised": False, "rank": 1, "condition": "none"}

@@ -18,7 +18,9 @@ PARAMS = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_output_is_the_same_and_more_is_accepted(
-    engine: Factory, drafting: Factory, name: str
+    engine: Factory,
+    drafting: Factory,
+    name: str,
 ) -> None:
     """Texts that repeat themselves beside others, greedy and sampled."""
     expected = generate(engine(on_v2=True), REQUESTS, PARAMS)

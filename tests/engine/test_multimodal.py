@@ -42,7 +42,10 @@ def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens(
-    stock: Any, target: Path, with_heads: Factory, method: str
+    stock: Any,
+    target: Path,
+    with_heads: Factory,
+    method: str,
 ) -> None:
     """The heads were fitted to the text model that the language model is."""
     expected = with_sounds(stock)

@@ -39,7 +39,9 @@ def in_turn(llm: Any, requests: list[Any], params: Params) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_prompts_in_chunks_give_the_output_of_whole_prompts(
-    engine: Factory, drafting: Factory, name: str
+    engine: Factory,
+    drafting: Factory,
+    name: str,
 ) -> None:
     requests = [prompt(n, n) for n in LENGTHS]
     params = [seeded(5 + i) for i in range(len(LENGTHS))]
@@ -65,7 +67,9 @@ MORE = METHODS | {"lookups": METHODS["cp"] | {"prompt_lookup_min": 2}}
 
 @pytest.mark.parametrize("name", full_but({"cp", "early"}, MORE))
 def test_output_is_vllms_through_preemptions(
-    drafting: Factory, alone: list[list[int]], name: str
+    drafting: Factory,
+    alone: list[list[int]],
+    name: str,
 ) -> None:
     """A step that is done again after a preemption has no drafts."""
     llm = drafting(MORE[name], **preempted.SMALL_KV)
@@ -85,7 +89,10 @@ def test_output_is_vllms_through_preemptions(
     ],
 )
 def test_output_is_vllms_with_other_ways_of_sampling(
-    engine: Factory, drafting: Factory, name: str, sampling: dict[str, Any]
+    engine: Factory,
+    drafting: Factory,
+    name: str,
+    sampling: dict[str, Any],
 ) -> None:
     llm = drafting(METHODS[name])
     params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
@@ -125,7 +132,9 @@ def test_requests_repeat_from_the_prefix_cache(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="draws are in a graph there")
 @pytest.mark.parametrize("name", ["cp", "early"])
 def test_drafts_are_drawn_with_the_targets_random_numbers(
-    drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+    drafting: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """With others of the same distribution fewer drafts would be accepted."""
     llm = drafting(METHODS[name])

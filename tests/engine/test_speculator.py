@@ -39,7 +39,9 @@ MORE: dict[str, dict[str, Any]] = METHODS | {
 
 @pytest.mark.parametrize("name", MORE)
 def test_proposing_never_waits_for_the_device(
-    drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+    drafting: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     monkeypatch.setattr(sampling, "known_unlimited", lambda *_: False)  # as on a GPU
     llm = drafting(MORE[name])
@@ -57,7 +59,10 @@ def test_proposing_never_waits_for_the_device(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_both_ways_of_scheduling_give_the_same(
-    alone: Factory, drafting: Factory, name: str, asynchronous: bool
+    alone: Factory,
+    drafting: Factory,
+    name: str,
+    asynchronous: bool,
 ) -> None:
     """Two batches in flight: the host schedules a step before it knows what the one
     before it said.
@@ -122,7 +127,10 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
 @pytest.mark.parametrize("name", METHODS)
 def test_replayed_drafts_are_those_of_the_step(
-    engine: Factory, drafting: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+    engine: Factory,
+    drafting: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """As in CUDA graphs, padded batches included: what the host knew at the recording
     must not matter.

@@ -15,7 +15,9 @@ Row = list[tuple[int, float, int | None]]
 
 
 def answers(
-    llm: Any, requests: list[Any], params: list[SamplingParams]
+    llm: Any,
+    requests: list[Any],
+    params: list[SamplingParams],
 ) -> list[tuple[list[int], list[Row]]]:
     """Tokens, and a row each of (token, log-probability, rank) of what grammar and
     limits leave possible.

@@ -40,7 +40,9 @@ def with_eps(eps_b: float) -> SamplingParams:
 
 @pytest.mark.parametrize("case", ["batch_16", "model_length", "arrivals_and_aborts"])
 def test_full_back_off_is_ordinary_decoding(
-    drafting: Factory, alone: Factory, case: str
+    drafting: Factory,
+    alone: Factory,
+    case: str,
 ) -> None:
     llm = drafting({**METHODS["dynamo"], "verify": False, "eps_b": 1.0})
     with counting(llm) as seen:
@@ -49,7 +51,10 @@ def test_full_back_off_is_ordinary_decoding(
 
 
 def choices_along(
-    model: Path, folder: str, tokens: list[int], eps_b: float
+    model: Path,
+    folder: str,
+    tokens: list[int],
+    eps_b: float,
 ) -> JointChoice:
     """Algorithm 1 at every position of a sequence, given the token that follows, by
     transformers without a cache.
@@ -73,7 +78,9 @@ def choices_along(
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])
 def test_n_grams_are_those_of_algorithm_1(
-    unverified: Any, tiny_model: Factory, eps_b: float
+    unverified: Any,
+    tiny_model: Factory,
+    eps_b: float,
 ) -> None:
     """Greedy: each n-gram is the likeliest of the joint, given its first token, which
     the target samples.

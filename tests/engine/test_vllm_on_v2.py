@@ -94,6 +94,10 @@ def test_vllms_own_methods_before_and_after_ours(
     command = [sys.executable, "-c", BEFORE_AND_AFTER, model, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": paths}
     run = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
     )
     assert run.stdout.endswith("same\n"), run.stdout[-1000:] + run.stderr[-3000:]

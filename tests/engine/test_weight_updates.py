@@ -30,7 +30,10 @@ def other(made_once: Factory) -> Path:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_draft_vocabulary_follows(
-    tiny_model: Factory, with_heads: Factory, other: Path, way: str
+    tiny_model: Factory,
+    with_heads: Factory,
+    other: Path,
+    way: str,
 ) -> None:
     llm = start_engine(tiny_model(), with_heads(MORE["cp"]))
     vocabulary = drafter_of(llm).drafter.vocabulary
@@ -39,14 +42,21 @@ def test_draft_vocabulary_follows(
         lm_head = load_file(model / "model.safetensors")["lm_head.weight"]
         expected = states @ lm_head[vocabulary.token_ids].T
         torch.testing.assert_close(
-            vocabulary.logits(states), expected, rtol=1e-4, atol=1e-4
+            vocabulary.logits(states),
+            expected,
+            rtol=1e-4,
+            atol=1e-4,
         )
         change_weights(llm, other, way)
 
 
 @pytest.mark.parametrize("name", MORE)
 def test_output_is_that_of_the_new_weights(
-    tiny_model: Factory, with_heads: Factory, engine: Factory, other: Path, name: str
+    tiny_model: Factory,
+    with_heads: Factory,
+    engine: Factory,
+    other: Path,
+    name: str,
 ) -> None:
     llm = start_engine(tiny_model(), with_heads(MORE[name]))
     before = generate(engine(), prompts(4), greedy())

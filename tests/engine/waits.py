@@ -32,7 +32,11 @@ class Waits(TorchDispatchMode):
         self.waits: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         name = func.overloadpacket.__name__
         self.operations += 1

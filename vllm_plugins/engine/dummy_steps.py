@@ -116,7 +116,8 @@ def length_needed(counts: Sequence[int], steps: int) -> int:
     """Tokens that a request needs for `steps` steps with each number of drafts, and for
     the drafts of the last.
     """
-    return 2 + sum(steps * (1 + count) for count in counts) + max(counts) + 1
+    emitted = sum(steps * (1 + count) for count in counts)
+    return 2 + emitted + max(counts) + 1
 
 
 def blocks_per_request(runner: Any, counts: Sequence[int], steps: int) -> list[int]:

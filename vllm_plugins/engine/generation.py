@@ -30,12 +30,17 @@ class OfflineEngine:
         del os.environ[platform.ENDS_WITH]
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+        self,
+        prompts: list[list[int]],
+        seeds: list[int],
+        sampling: Sampling,
     ) -> list[Continuation]:
         params = [self._params(sampling, seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
-            inputs, params, use_tqdm=partial(tqdm, leave=False)
+            inputs,
+            params,
+            use_tqdm=partial(tqdm, leave=False),
         )
         answers = [output.outputs[0] for output in outputs]
         return [

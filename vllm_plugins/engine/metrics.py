@@ -150,7 +150,9 @@ class Published:
             for engine in engines:
                 # Exported as 0 from the start
                 self._series[name, engine] = self._counters[base].labels(
-                    model_name=model_name, engine=str(engine), **of_reason
+                    model_name=model_name,
+                    engine=str(engine),
+                    **of_reason,
                 )
 
     def observe(self, counts: Counts, engine: int) -> None:

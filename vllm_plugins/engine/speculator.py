@@ -72,7 +72,8 @@ class Speculator(DraftModelSpeculator):
             self.config.draft_sample_method == "probabilistic" or not verified
         )
         self.lookup: Lookup | None = None
-        if (shortest := self.config.prompt_lookup_min) is not None:
+        shortest = self.config.prompt_lookup_min
+        if shortest is not None:
             self.lookup = Lookup(shortest, rows, drafts, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._invalid = DeviceCount(device)
@@ -84,7 +85,9 @@ class Speculator(DraftModelSpeculator):
     # Start ----------------------------------------------------------------------------
 
     def load_draft_model(
-        self, target_model: Any, target_attn_layer_names: set[str]
+        self,
+        target_model: Any,
+        target_attn_layer_names: set[str],
     ) -> Any:
         """Load the drafter for the loaded target and allocate everything, before vLLM
         measures the memory left.
@@ -129,13 +132,10 @@ class Speculator(DraftModelSpeculator):
         self.graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
         if self.sampled:
             self.sampled_graphs = CudaGraphManager(
-                config, self.device, mode, decode_query_len=1
-            )
-        wanted = self.vllm_config.compilation_config.cudagraph_mode
-        if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
-            logger.info(
-                "vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s",
-                wanted.name,
+                config,
+                self.device,
+                mode,
+                decode_query_len=1,
             )
 
     def _config_of_graphs(self) -> Any:
@@ -160,7 +160,10 @@ class Speculator(DraftModelSpeculator):
                 manager.capture(prepare, f"Capturing {kind} drafts")
 
     def prepare_capture(
-        self, sampled: bool, desc: BatchExecutionDescriptor, warmup: bool
+        self,
+        sampled: bool,
+        desc: BatchExecutionDescriptor,
+        warmup: bool,
     ) -> Callable[[CUDAGraphMode], None]:
         """Prepare the capture of a graph: what it runs."""
         self.staging.stage_nobody()

@@ -116,14 +116,26 @@ class Staging:
         self.options = options
         device = target.device
         hidden = torch.zeros(
-            requests, target.hidden_size, dtype=target.dtype, device=device
+            requests,
+            target.hidden_size,
+            dtype=target.dtype,
+            device=device,
         )
         settings = torch.zeros(len(Setting), requests, device=device)
         rows, newest_ids, places, positions, seeds = torch.zeros(
-            5, requests, dtype=torch.int64, device=device
+            5,
+            requests,
+            dtype=torch.int64,
+            device=device,
         )
         self.staged = Staged(
-            rows, newest_ids, places, positions, hidden, settings, seeds
+            rows,
+            newest_ids,
+            places,
+            positions,
+            hidden,
+            settings,
+            seeds,
         )
         self.stage_nobody()
 

@@ -37,7 +37,10 @@ class PackedLinear:
     """y = W x, W [out, in] in the target's dtype, whole on every rank."""
 
     def __init__(
-        self, weight: torch.Tensor, vllm_config: Any, device: torch.device
+        self,
+        weight: torch.Tensor,
+        vllm_config: Any,
+        device: torch.device,
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
@@ -127,7 +130,10 @@ class TargetLMHead(LMHead):
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         return self.logits_processor(
-            self.lm_head, hidden, self.bias, skip_gather=not gather
+            self.lm_head,
+            hidden,
+            self.bias,
+            skip_gather=not gather,
         )
 
     @property
@@ -165,11 +171,16 @@ class TargetLMHead(LMHead):
         columns = []
         for part in units.split(UNITS_AT_ONCE):
             product = self.logits_processor(
-                self.lm_head, part, None, skip_gather=not whole
+                self.lm_head,
+                part,
+                None,
+                skip_gather=not whole,
             )
             columns.append(product[:, which].to(dtype))
-        bias = self.logits(torch.zeros_like(units[:1]), whole)[0, which]
-        return torch.cat(columns).t().contiguous(), bias.to(dtype)
+        rows = torch.cat(columns).t().contiguous()
+        zero = torch.zeros_like(units[:1])
+        bias = self.logits(zero, whole)[0, which]
+        return rows, bias.to(dtype)
 
 
 class CopiedLMHead(LMHead):
@@ -380,7 +391,9 @@ class Target:
             ValueError: if the family cannot be cut, or weights are missing or unknown.
         """
         cut = self.cut = BranchedModel(
-            self.model, self.vllm_config, embedded=self.is_multimodal
+            self.model,
+            self.vllm_config,
+            embedded=self.is_multimodal,
         )
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = self._states(len(layers))
@@ -405,7 +418,10 @@ class Target:
     def _prepare_graphs(self) -> None:
         if self._graphs:
             self.cut.allocate_graph_buffers(
-                self.max_tokens, self.hidden_size, self.dtype, self.device
+                self.max_tokens,
+                self.hidden_size,
+                self.dtype,
+                self.device,
             )
             # vLLM captures piecewise graphs only for a model with compiled submodules.
             self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))

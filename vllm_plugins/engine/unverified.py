@@ -33,7 +33,10 @@ class UnverifiedDrafts:
         return batch.expanded_local_pos > self.counts[batch.expanded_idx_mapping]
 
     def emit(
-        self, sampled: torch.Tensor, drafts: torch.Tensor, local_pos: torch.Tensor
+        self,
+        sampled: torch.Tensor,
+        drafts: torch.Tensor,
+        local_pos: torch.Tensor,
     ) -> torch.Tensor:
         """The drafts in place of the tokens that the target samples at their positions:
         [logits].

@@ -126,7 +126,11 @@ class Verification(RejectionSampler):
             return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
         *places, num_logprobs = args
         emitted = super()._get_logprobs_tensors(
-            sampled, num_sampled, logits, *places, 0
+            sampled,
+            num_sampled,
+            logits,
+            *places,
+            0,
         )
         return compute_topk_scores(
             logits,
@@ -153,7 +157,9 @@ def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
         vocab_size: V.
         device: of the logits.
     """
-    for size in (1 << power for power in range(min(rows, LARGEST).bit_length())):
+    powers = min(rows, LARGEST).bit_length()
+    for power in range(powers):
+        size = 1 << power
         apply_top_k_top_p(
             torch.zeros(size, vocab_size, device=device),
             None,

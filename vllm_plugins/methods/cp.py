@@ -115,7 +115,9 @@ class CPDrafter(Drafter):
         return Drafts(vocabulary.ids(entries))
 
     def _reader(
-        self, step: DraftInputs, newest: torch.Tensor
+        self,
+        step: DraftInputs,
+        newest: torch.Tensor,
     ) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
         """A reader of each draft's logits, as draft_in_sequence takes it, from E of the
         newest tokens [requests, d] on.
@@ -124,7 +126,9 @@ class CPDrafter(Drafter):
         if self.tapped is not None and self.fuse is not None:
             layers = self.tapped[:, step.places]
             state = fused(
-                torch.cat([state, *layers], dim=-1), state.shape[-1], self.fuse
+                torch.cat([state, *layers], dim=-1),
+                state.shape[-1],
+                self.fuse,
             )
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:

@@ -142,7 +142,10 @@ class DeferredKV:
         self._fresh = None
 
     def states(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, passes: Any
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        passes: Any,
     ) -> CutState:
         """The states of the step's tokens after the first stack: [tokens, hidden] each.
 

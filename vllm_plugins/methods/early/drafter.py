@@ -63,4 +63,6 @@ class EarlyExitDrafter(Drafter):
         confidences = [reading.confidence for reading in readings]
         confidence = torch.stack(confidences, dim=1)  # type: ignore[arg-type]
         # NaN passes here, as its draft is INVALID.
-        return Drafts(tokens, (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1))
+        confident = ~(confidence <= self.gamma)
+        counts = confident.cumprod(dim=1).sum(dim=1)
+        return Drafts(tokens, counts)

@@ -61,7 +61,9 @@ class FirstStackPasses:
     # Between steps --------------------------------------------------------------------
 
     def begin_drafting(
-        self, bounds: torch.Tensor | None, without_attention: bool = False
+        self,
+        bounds: torch.Tensor | None,
+        without_attention: bool = False,
     ) -> None:
         """A step's drafts are about to be made."""
         self.without_attention = without_attention
@@ -111,17 +113,26 @@ class FirstStackPasses:
         with (
             unseen_by_connectors(),
             set_forward_context(
-                self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots
+                self.metadata,
+                self.vllm_config,
+                num_tokens=requests,
+                slot_mapping=slots,
             ),
         ):
             embeddings = self.cut.embeddings(input_ids)
             state: CutState = self.cut.start(
-                self.cut.stacks[0], input_ids, positions, embeddings
+                self.cut.stacks[0],
+                input_ids,
+                positions,
+                embeddings,
             )
             return state
 
     def _bring_up_to_date(
-        self, offset: int, requests: int, mappings: torch.Tensor
+        self,
+        offset: int,
+        requests: int,
+        mappings: torch.Tensor,
     ) -> None:
         """Metadata of the next pass, made once per step unless a backend's cannot be
         updated in place.
@@ -212,7 +223,10 @@ class FirstStackPasses:
         )
         slots = build_slot_mappings_by_layer(mappings, self.speculator.kv_cache_config)
         with set_forward_context(
-            metadata, self.vllm_config, num_tokens=len(index), slot_mapping=slots
+            metadata,
+            self.vllm_config,
+            num_tokens=len(index),
+            slot_mapping=slots,
         ):
             state: CutState = self.cut.stacks[0](
                 input_ids.index_select(0, index), token_positions

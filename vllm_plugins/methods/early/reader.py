@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 def early_heads(
-    config: DraftingConfig, device: torch.device, dtype: torch.dtype
+    config: DraftingConfig,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> EarlyHeads | None:
     """The early heads of the options, for drafting; None if exits are read without
     heads.
@@ -61,7 +63,10 @@ class EarlyReader:
     """
 
     def __init__(
-        self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None
+        self,
+        adapter: Adapter,
+        lm_head: LMHead,
+        heads: EarlyHeads | None,
     ) -> None:
         self.adapter = adapter
         self.heads = heads
@@ -73,7 +78,10 @@ class EarlyReader:
                 )
 
     def greedy(
-        self, exit_layer: int, state: CutState, with_confidence: bool
+        self,
+        exit_layer: int,
+        state: CutState,
+        with_confidence: bool,
     ) -> Reading:
         """The exit's best token of each row; overwrites the state."""
         ids, probability = self._best(exit_layer, state, 1, with_confidence)
@@ -97,7 +105,9 @@ class EarlyReader:
         return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
 
     def _transformed(
-        self, exit_layer: int, state: CutState
+        self,
+        exit_layer: int,
+        state: CutState,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(States [rows, hidden] that the LM head reads, the classifier that reads them
         in its place, if any).
@@ -109,7 +119,10 @@ class EarlyReader:
         return hidden if self.heads is None else self.heads(hidden, exit_layer), None
 
     def _logits(
-        self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool
+        self,
+        hidden: torch.Tensor,
+        classifier: torch.Tensor | None,
+        gather: bool,
     ) -> torch.Tensor:
         if classifier is None:
             return self.lm_head.logits(hidden, gather)
@@ -117,7 +130,11 @@ class EarlyReader:
         return self.lm_head.gather(logits) if gather else logits
 
     def _best(
-        self, exit_layer: int, state: CutState, k: int, with_probability: bool
+        self,
+        exit_layer: int,
+        state: CutState,
+        k: int,
+        with_probability: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The k best token IDs of the whole vocabulary [rows, k], and their
         probabilities if requested.
@@ -139,11 +156,11 @@ class EarlyReader:
                 return best.token_ids, None
             return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
         # float32 is exact for token ids below 2^24, and every backend can exchange it.
-        packed = torch.cat(
-            [best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1
-        )
-        shards = lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
-        ids, probabilities = merge_topk(
-            shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k
-        )
+        token_ids = best.token_ids.float()
+        logsumexp = best.logsumexp[:, None]
+        packed = torch.cat([best.values, token_ids, logsumexp], dim=-1)
+        parts = lm_head.all_gather(packed).unflatten(-1, (-1, 2 * k + 1))
+        values, token_ids, logsumexp = parts.split((k, k, 1), dim=-1)
+        logsumexp = logsumexp.squeeze(-1)
+        ids, probabilities = merge_topk(values, token_ids, logsumexp, k)
         return ids, probabilities if with_probability else None

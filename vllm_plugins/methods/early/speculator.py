@@ -31,7 +31,9 @@ class DeferredKVSpeculator(Speculator):
     # The target -----------------------------------------------------------------------
 
     def load_draft_model(
-        self, target_model: Any, target_attn_layer_names: set[str]
+        self,
+        target_model: Any,
+        target_attn_layer_names: set[str],
     ) -> Any:
         super().load_draft_model(target_model, target_attn_layer_names)
         cut = self.cut = self.drafter.cut
@@ -46,7 +48,11 @@ class DeferredKVSpeculator(Speculator):
             cut.adapter.has_residual,
         )
         self.deferred = DeferredKV(
-            rows, drafts, target.max_tokens, saved, self.counters
+            rows,
+            drafts,
+            target.max_tokens,
+            saved,
+            self.counters,
         )
         self.passes = FirstStackPasses(self, cut)
         cut.deferred = self.deferred
@@ -78,7 +84,10 @@ class DeferredKVSpeculator(Speculator):
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         self.deep_graphs = ModelCudaGraphManager(
-            self.vllm_config, self.device, mode, self.deferred.width
+            self.vllm_config,
+            self.device,
+            mode,
+            self.deferred.width,
         )
 
     def capture(self) -> None:
@@ -115,7 +124,10 @@ class DeferredKVSpeculator(Speculator):
         runner.cudagraph_manager.run_fullgraph = run_fullgraph
 
     def prepare_capture(
-        self, sampled: bool, desc: BatchExecutionDescriptor, warmup: bool
+        self,
+        sampled: bool,
+        desc: BatchExecutionDescriptor,
+        warmup: bool,
     ) -> Callable[[CUDAGraphMode], None]:
         self.passes.prepare_capture(desc.num_tokens)
         return super().prepare_capture(sampled, desc, warmup)

@@ -115,7 +115,11 @@ def test_several_api_servers(tmp_path: Path, group: str) -> None:
     command = [sys.executable, "-c", FRONT_END, group]
     for _ in range(2):
         run = subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=True
+            command,
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
         )
     names = set(re.findall(r"^ppd:(\w+)_total\{", run.stdout, re.MULTILINE))
     assert names == {
