@@ -45,12 +45,12 @@ class DraftInputs:
     num_drafts: int  # K, the most drafts of any request
     # [requests] float32, the requests' back-off thresholds, NaN if unset
     eps_b: torch.Tensor
-    sampling: Sampling | None = None  # None: every draft is the best token
+    sampling: Sampling | None  # None: every draft is the best token
     # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
-    context: torch.Tensor | None = None
+    context: torch.Tensor | None
     # Drafts that will replace the method's: a method whose drafts run layers of the
     # target must run them over these.
-    looked_up: LookedUp | None = None
+    looked_up: LookedUp | None
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,8 @@ class DraftVocabulary:
         self.size = config.draft_vocab_size or target.vocab_size
         # Rows of the LM head, and their bias
         self.linear: PackedLinear | None = None
-        self.bias = self.lm_head.bias
+        # [size], or of this rank's shard; None if the LM head has none
+        self.bias: Any = self.lm_head.bias
         if config.draft_vocab_size is None:
             return
         counts = tensors[str(heads.counts_tensor)]
@@ -260,7 +261,6 @@ class DraftVocabulary:
         if self.linear is not None:
             rows, bias = self.lm_head.rows(self.token_ids)
             self.linear.load(rows)
-            assert self.bias is not None
             self.bias.copy_(bias)
         elif self.token_ids is None:
             self.bias = self.lm_head.bias
