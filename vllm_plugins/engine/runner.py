@@ -9,7 +9,9 @@ Overrides, each of which calls vLLM's:
                       moment
     add_requests      reads a request's options for drafting
     execute_model     ends the speculator's step, also after an exception
-    sample_tokens     our counters travel with the step's output
+    sample_tokens     our counters travel with the step's output; a step without drafts
+                      is vLLM's own
+    take_draft_token_ids  none after such a step
     prepare_inputs    begins the speculator's step from the schedule, before the target
                       runs
 
@@ -37,6 +39,10 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     speculator: Speculator
     req_states: Any
+    execute_model_state: Any
+    num_speculative_steps: int
+    sample: Any
+    _drafted = True  # whether the latest step made drafts
     # Rows of logits of each request of the step that is being prepared
     _logits: np.ndarray | None = None
 
@@ -104,8 +110,29 @@ class DraftingRunnerMixin(UpdatedRunner):
             self.speculator.end_step()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        state = self.execute_model_state
+        if state is None or state.num_spec_tokens_to_schedule:
+            self._drafted = True
+            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        else:
+            output = self._sample_without_drafting(*args, **kwargs)
         if output is not None:
             self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output
+
+    def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
+        self._drafted = False
+        speculator = self.speculator
+        stock = self.sample
+
+        def sample(*arguments: Any) -> Any:
+            with temporarily(self, speculator=speculator):
+                return stock(*arguments)
+
+        with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+
+    def take_draft_token_ids(self) -> Any:
+        return super().take_draft_token_ids() if self._drafted else None  # type: ignore[misc]

@@ -197,17 +197,16 @@ class Speculator(DraftModelSpeculator):
         *,
         dummy_run: bool = False,
         is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        """Draft token IDs [requests, K], of which vLLM takes num_speculative_tokens."""
+        """Draft token IDs [requests, K]."""
         started = time.perf_counter()
         requests: int = input_batch.num_reqs
         if dummy_run:
             # A profile uses the memory of every code path, and compiles the kernels of
             # every batch size.
             self._warm_up(batch_sizes(requests) if is_profile else [requests])
-        elif num_speculative_tokens != 0:
+        else:
             end = StepEnd(
                 input_batch.idx_mapping,
                 input_batch.query_start_loc,

@@ -152,7 +152,7 @@ class DeferredKVSpeculator(Speculator):
             kwargs.get("skip_attn_for_dummy_run", False),
         )
         drafts = super().propose(batch, *args, **kwargs)
-        if not kwargs.get("dummy_run") and kwargs.get("num_speculative_tokens") != 0:
+        if not kwargs.get("dummy_run"):
             ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
             drafted = ends >= batch.prefill_len_np
             self.deferred.drafted[batch.idx_mapping_np] = drafted
