@@ -18,7 +18,7 @@ class DeviceCount:
         self.value = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = np.zeros(1)
         self._taken = 0
-        if self.value.device.type == "cpu":
+        if self.value.is_cpu:
             self._seen = self.value.numpy()
         elif is_uva_available():
             buffer = UvaBuffer(1, torch.int64)

@@ -36,7 +36,9 @@ class OfflineEngine:
         params = [SamplingParams(**sampling._asdict(), seed=seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
-            inputs, params, use_tqdm=partial(tqdm, leave=False)
+            inputs,
+            params,
+            use_tqdm=partial(tqdm, leave=False),
         )
         return [output.outputs[0] for output in outputs]
 
@@ -57,11 +59,9 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
     }
     if platform.is_cpu():
         arguments |= _cpu_arguments(options)
-    return (
-        arguments
-        if options.kv_cache_gib is None
-        else arguments | platform.kv_cache(options.kv_cache_gib)
-    )
+    if options.kv_cache_gib is not None:
+        arguments |= platform.kv_cache(options.kv_cache_gib)
+    return arguments
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class Lookup:
         Args:
             rows: [requests] int64, -1 for padding, which has no match.
         """
-        states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
+        states = self.states
+        requests = len(rows)
+        blocks = self.scores.shape[1]
         num_drafts = self.tokens.shape[1]
         token_ids = states.all_token_ids.gpu
         places = rows.clamp(min=0)

@@ -49,10 +49,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("acme/x") is None, "a folder of this disk goes before the Hub"
 
 
-def test_every_way_in_takes_a_name(
-    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("refusals.method_of", lambda _: "cp")
+def test_every_way_in_takes_a_name(hub: Hub, readers: Readers) -> None:
     for name in readers.of:
         assert readers.refusal(name, NAME) is None, name
     # The server's processes get the commit, so that all of them draft with the same

@@ -24,11 +24,11 @@ class LastStage(Stage):
         """Send the target's norm and LM head, which vLLM loads only here; the first
         stage reads candidates by them.
         """
-        lm_head = TargetLMHead(self.target)
+        lm_head = TargetLMHead(self.target, self.vllm_config, self.runner.device)
         place = torch.tensor(
             [lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid]
         )
-        shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
+        shard, bias = lm_head.rows()
         norm = self.cut.adapter.decoder.norm.weight.data
         get_pp_group().send_tensor_dict(
             {"norm": norm, "shard": shard, "bias": bias, "place": place}

@@ -46,7 +46,7 @@ def test_published_speculators_are_taken(
         tmp_path / "recurrent", layout, "speculator.", 3, torch.bfloat16
     )
     folder = str(published)
-    for name in (*SERVERS, "method and model", "inspect"):
+    for name in (*SERVERS, "inspect"):
         assert readers.refusal(name, folder) is None, name
     config = load_config(folder)
     assert config.num_speculative_tokens == LAYOUTS[layout]["n_predict"]
@@ -67,7 +67,7 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
     def check(layout: str, damage: Damage, message: str) -> None:
         folder = publish(tmp_path / "recurrent", layout, "speculator.")
         damage(folder)
-        for name in (*SERVERS, "method and model", "inspect"):
+        for name in (*SERVERS, "inspect"):
             line = readers.refusal(name, str(folder))
             assert line is not None and re.search(message, line), f"{name}: {line}"
 
