@@ -47,16 +47,15 @@ class LastStage(Stage):
         """
         assert self.step is not None
         count = self.step.size
+        every_row = np.arange(count)
         tokens = np.zeros((count, self.micro_steps), dtype=np.int64)
         emitted = np.zeros(count, dtype=np.int32)
-        rows = np.arange(count)
+        rows = every_row
         sampled = first.cpu().numpy()
         for micro_step in range(1, self.micro_steps + 1):
             tokens[rows, emitted[rows]] = sampled
             emitted[rows] += 1
-            if micro_step < self.micro_steps:
-                self.channel.expect_frame(count)
-            self.channel.send_tokens(tokens[np.arange(count), emitted - 1])
+            self.channel.send_tokens(tokens[every_row, emitted - 1])
             if micro_step == self.micro_steps:
                 break
             rows, state, counted = self.channel.frame(count)

@@ -7,7 +7,7 @@ Overrides, each of which calls vLLM's:
                           reach it
     load_model            cuts the stage
     initialize_kv_cache   room for the candidates' tail blocks
-    profile_run           candidates also take memory and compile their kernels
+    profile_run           candidates also take memory
     execute_model         a group step becomes a step of one token per request
     prepare_inputs        the stage learns the order of the batch
     sample                the micro-steps of the last stage
@@ -76,7 +76,6 @@ class GroupRunnerMixin(UpdatedRunner):
         kv_cache_config = copy.deepcopy(kv_cache_config)
         self.stage.reserve_blocks(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        self.stage.warm_up_blocks()
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]

@@ -15,7 +15,6 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
     SavedStates,
     ScheduledStep,
 )
-from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates
 
 CPU = torch.device("cpu")
 NOBODY = 4 * 3
@@ -127,23 +126,3 @@ def test_states_are_copies() -> None:
     assert torch.equal(loaded[0], expected[0].flip(0)) and loaded[1] is not None
     assert torch.equal(loaded[1], expected[1].flip(0))
     assert SavedStates(12, 8, torch.float32, CPU, has_residual=False).residual is None
-
-
-def test_a_group_carries_states_of_the_same_positions_alone() -> None:
-    states = CarriedStates(SavedStates(3, 8, torch.float32, CPU, has_residual=True))
-    states.store(
-        np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8))
-    )
-    states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]))
-
-    def of(names: list[str], positions: list[int]) -> Any:
-        state = states.of(names, np.array(positions))
-        return None if state is None else state[0][:, 0].tolist()
-
-    assert of(["c", "a"], [5, 20]) == [2.0, 0.0]  # requests that moved
-    assert of(["a"], [20]) == [0.0]
-    # Without a state, at another position; and once they are cleared.
-    assert of(["a", "b"], [20, 31]) is None
-    assert of(["a"], [19]) is None
-    states.clear()
-    assert of(["a"], [20]) is None
