@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker group's parts: room for candidates, where its requests stand, states that are sent."""
+"""A worker group's parts: room for candidates, and states that are sent."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,6 @@ from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
-from vllm_ppd.vllm_plugins.methods.group.progress import Progress
 from vllm_ppd.vllm_plugins.methods.group.scheduler import GroupScheduler
 from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep
 
@@ -41,27 +40,6 @@ def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
     scheduler: Any = GroupScheduler
     with pytest.raises(OptionError, match="not 16; raise it"):
         scheduler(vllm_config)
-
-
-def test_progress() -> None:
-    """Stop tokens and a request's length end a request; its allowance only pauses it."""
-    positions = np.array([5, 5, 18, 5])
-    allowance = np.array([4, 4, 4, 1])
-    lengths = np.array([7, 20, 20, 20])
-    progress = Progress(positions, allowance, lengths, [set(), {9, 8}, set(), set()])
-    every_row = np.arange(4)
-    # A token at position 6 is the first request's last; the third's at 19 is the
-    # model's.
-    assert progress.with_candidates(every_row).tolist() == [1, 3]
-    continues = progress.emit(every_row, np.array([8, 7, 7, 7]))
-    assert continues.tolist() == [False, True, False, True]
-    progress.ready[[1, 3]] = True
-    assert progress.sendable().tolist() == [1]
-    assert progress.emit(np.array([1]), np.array([8])).tolist() == [False]
-    assert progress.emitted.tolist() == [1, 2, 1, 1]
-    assert progress.position.tolist() == [6, 7, 19, 6]
-    progress.missed[3] = True
-    assert not progress.waits_for_missed()  # it has emitted what it may
 
 
 @pytest.mark.parametrize("graphs", [False, True])
