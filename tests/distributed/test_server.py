@@ -131,7 +131,7 @@ def test_bad_options_are_refused_before_a_stream_begins(
 ) -> None:
     body = {"model": server.model, "max_tokens": 4, "stream": True, **body}
     for options, expected in (
-        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "'maybe' is not a boolean"),
+        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe'"),
         ({"vllm_xargs": {"ppd_drafts": 0}}, "did you mean 'ppd_draft'?"),
         ({"vllm_xargs": {"ppd_eps_b": 0.5}}, "vllm_xargs"),
         ({"vllm_xargs": {"ppd_draft": "x" * 10**6}}, "vllm_xargs"),

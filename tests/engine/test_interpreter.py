@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, full_but
 
 pytest.importorskip("triton")
 
@@ -27,7 +27,8 @@ def test_parts_draft_the_same() -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="run tests/interpreted there")
-def test_engines_run_the_kernels() -> None:
+@pytest.mark.parametrize("method", full_but({"cp"}, ["cp", "early", "dynamo"]))
+def test_engines_run_the_kernels(method: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
     environment.pop("PYTEST_XDIST_WORKER", None)
     command = [
@@ -36,6 +37,8 @@ def test_engines_run_the_kernels() -> None:
         "pytest",
         "-q",
         str(ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py"),
+        "-k",
+        method,
     ]
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT

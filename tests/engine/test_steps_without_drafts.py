@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a thousand steps without drafts their acceptance is what it was: no state of a
+"""After hundreds of steps without drafts their acceptance is what it was: no state of a
 method goes stale.
 """
 
@@ -27,9 +27,9 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
 }
-STEPS = 1000
-TOKENS = 1100
-LONG = {"max_model_len": 1280, "hf_overrides": {"max_position_embeddings": 2048}}
+STEPS = 400
+TOKENS = 500
+LONG = {"max_model_len": 640}
 Switch = Callable[[bool], None]  # switches drafting of an engine on or off
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's own decoding (verify: false): n-grams whose first token the target samples."""
 
+import functools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,24 +50,30 @@ def test_full_back_off_is_ordinary_decoding(
     assert not seen["unverified_tokens"]
 
 
+@functools.cache
+def loaded(model: Path, folder: str) -> tuple[Any, Target, DynaMoHeads, Any]:
+    """Heads with their target and counts."""
+    config, tensors = load_tensors(folder)
+    target = Target(str(model), torch.device("cpu"), torch.float32)
+    heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
+    heads.load(tensors)
+    return config, target, heads, CoOccurrence.from_tensors(tensors)
+
+
 def choices_along(
     model: Path, folder: str, tokens: list[int], eps_b: float
 ) -> JointChoice:
     """Algorithm 1 at every position of a sequence, given the token that follows, by
     transformers without a cache.
     """
-    config, tensors = load_tensors(folder)
-    target = Target(str(model), torch.device("cpu"), torch.float32)
-    heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
-    heads.load(tensors)
+    config, target, heads, counts = loaded(model, folder)
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
     log_probs = [
         logits_at(target, states, 0.0).log_softmax(-1)
         for states in head_states(calibration, heads, batch)
     ]
-    settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
-    counts = CoOccurrence.from_tensors(tensors)
+    settings = config.sampling.model_copy(update={"eps_b": eps_b})
     first_token = torch.tensor([*tokens[1:], 0])
     return candidates(
         log_probs[1:], settings, counts and counts.ngrams, first_token
