@@ -104,10 +104,12 @@ class Candidates:
         Args:
             rows, requests, positions: as in blocks.
         """
-        indices, offsets = np.divmod(positions, self.runner.block_tables.block_sizes[0])
+        block_size = self.runner.block_tables.block_sizes[0]
+        indices, offsets = np.divmod(positions, block_size)
         held = np.stack([requests, indices], axis=1)
         # At the start of a block there is nothing to copy.
-        stale = (self.copied[rows] != held).any(axis=1) & (offsets > 0)
+        changed = (self.copied[rows] != held).any(axis=1)
+        stale = changed & (offsets > 0)
         self.copied[rows] = held
         first = np.zeros(stale.sum(), dtype=np.int64)
         self._copy(rows[stale], requests[stale], positions[stale], first, whole=True)
@@ -147,7 +149,8 @@ class Candidates:
         unless the whole block is asked for. Elsewhere whole blocks are, since a backend
         may keep a block's tokens in any order.
         """
-        owners, others = np.nonzero(np.arange(self.count) != sources[:, None])
+        is_target = np.arange(self.count) != sources[:, None]
+        owners, others = np.nonzero(is_target)
         if not len(owners):
             return
         blocks = self.blocks(rows, requests, positions).long()

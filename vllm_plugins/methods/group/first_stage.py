@@ -104,8 +104,9 @@ class FirstStage(Stage):
         # A classifier is read in place of E*
         self.reads_target = heads is None or heads.form == "transform"
         if heads is not None and not self.reads_target:
-            classifier = self.lm_head.shard(heads.weights[str(self.split)].data)
-            self.lm_head.load(classifier, torch.zeros_like(weights["bias"]))
+            classifier = heads.weights[str(self.split)].data
+            no_bias = torch.zeros_like(weights["bias"])
+            self.lm_head.load(self.lm_head.shard(classifier), no_bias)
             heads = None
         self.reader = EarlyReader(adapter, self.lm_head, heads)
 
@@ -120,7 +121,8 @@ class FirstStage(Stage):
 
     @torch.inference_mode()
     def profile(self) -> None:
-        state = self.states.load(self.index(np.arange(self.requests)))
+        rows = np.arange(self.requests)
+        state = self.states.load(self.index(rows))
         self.reader.candidates(self.split, state, self.candidates.count)
 
     # A step's forward -----------------------------------------------------------------
@@ -157,9 +159,8 @@ class FirstStage(Stage):
         assert self.step is not None
         state = output["hidden_states"], output["residual"]
         self.carried.fill(NONE)
-        self.states.store(
-            self.index(self.step.request_rows), rows_of(state, slice(self.step.size))
-        )
+        rows = self.index(self.step.request_rows)
+        self.states.store(rows, rows_of(state, slice(len(rows))))
         if self.cut.graph_buffers is None:
             sent: IntermediateTensors = output
             return sent
@@ -188,7 +189,8 @@ class FirstStage(Stage):
                 sent = self._next(progress)
                 # No rows: the step ends
                 states = self._states_of(sent) if len(sent) else None
-                self.channel.send_frame(sent, states, step.size, self.counters.take())
+                counted = self.counters.take()
+                self.channel.send_frame(sent, states, step.size, counted)
                 if states is None:
                     break
             self.counters.add("group_micro_steps")
@@ -221,7 +223,8 @@ class FirstStage(Stage):
         missed = np.flatnonzero(progress.missed)
         state, token_ids = self._run_candidates(progress, speculating, missed)
         goes_on = np.zeros(len(progress.position), dtype=bool)
-        goes_on[sent] = progress.emit(sent, self.channel.tokens()[sent])
+        tokens = self.channel.tokens()
+        goes_on[sent] = progress.emit(sent, tokens[sent])
 
         hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
@@ -236,7 +239,8 @@ class FirstStage(Stage):
         goes_on[speculating[won]] = False
         rows = np.concatenate([speculating[won], missed])
         of_winners = won * self.candidates.count + winners
-        places = np.concatenate([of_winners, computed + np.arange(len(missed))])
+        of_missed = computed + np.arange(len(missed))
+        places = np.concatenate([of_winners, of_missed])
         winners = np.concatenate([winners, np.zeros_like(missed)])
         self._advance(progress, rows, state, places, winners)
         progress.missed[goes_on] = True
@@ -272,7 +276,8 @@ class FirstStage(Stage):
             np.concatenate([np.repeat(starts, k), positions]),
             torch.cat(blocks),
         )
-        ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
+        missed_ids = self.index(progress.token[missed])
+        ids = torch.cat([token_ids.flatten(), missed_ids])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
         return self.passes.first(tokens, ids), token_ids.cpu().numpy()
 

@@ -90,6 +90,7 @@ class LastStage(Stage):
         hidden = self.passes.last(self.tokens(rows, positions), state)
         request_rows = self.step.request_rows[rows]
         index = self.index(request_rows)
+        local_positions = torch.zeros_like(index, dtype=torch.int32)
         sampled, _ = self.runner.sampler.sample(
             self.target.compute_logits(hidden),
             index,
@@ -97,7 +98,7 @@ class LastStage(Stage):
             request_rows,
             self.index(positions),
             self.index(token_ids),
-            torch.zeros(len(rows), dtype=torch.int32, device=self.runner.device),
+            local_positions,
             (positions + 1).astype(np.int32),
         )
         return sampled.cpu().numpy()

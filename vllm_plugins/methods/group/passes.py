@@ -44,7 +44,8 @@ class StagePasses:
     def first(self, tokens: Tokens, token_ids: torch.Tensor) -> CutState:
         """Stack 0 over tokens by their IDs [tokens]: the states at its end."""
         # Compiled stacks have no guards: IDs need exactly the layout of vLLM's.
-        return self._run(0, tokens, token_ids.to(torch.int32).contiguous())
+        ids = token_ids.to(torch.int32).contiguous()
+        return self._run(0, tokens, ids)
 
     def last(self, tokens: Tokens, state: CutState) -> Any:
         """The stage's last stack over tokens, from states at the end of the one before
@@ -106,7 +107,8 @@ class StagePasses:
             tables.append(table)
             slots.append(blocks * size + positions % size)
         padding = 0, padded - len(positions)
-        return tables, functional.pad(torch.stack(slots), padding, value=PAD_SLOT_ID)
+        padded_slots = functional.pad(torch.stack(slots), padding, value=PAD_SLOT_ID)
+        return tables, padded_slots
 
     def _metadata(
         self,

@@ -39,11 +39,13 @@ class Progress:
 
     def sendable(self) -> np.ndarray:
         """Rows that are ready and may emit another token."""
-        return np.flatnonzero(self.ready & (self.emitted < self.allowance))
+        allowed = self.emitted < self.allowance
+        return np.flatnonzero(self.ready & allowed)
 
     def waits_for_missed(self) -> bool:
         """Whether a missed token could still be ended in this step."""
-        return bool((self.missed & (self.emitted < self.allowance)).any())
+        allowed = self.emitted < self.allowance
+        return bool((self.missed & allowed).any())
 
     def with_candidates(self, rows: np.ndarray) -> np.ndarray:
         """The given rows whose next token cannot be their last."""
