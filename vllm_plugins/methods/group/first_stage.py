@@ -90,8 +90,9 @@ class FirstStage(Stage):
         weights: Any = get_pp_group().recv_tensor_dict()
         adapter = self.cut.adapter
         # The final norm's kind and epsilon are those of a layer's.
-        norm = adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)
+        norm: Any = copy.deepcopy(adapter.layers[0].input_layernorm)
         norm.weight.data = weights["norm"]
+        adapter.decoder.norm = norm
         # vLLM loads every weight that the stage has, this one too
         record_metadata_for_reloading(norm)
         place = weights["place"].tolist()

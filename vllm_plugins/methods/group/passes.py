@@ -68,7 +68,7 @@ class StagePasses:
         if graph.cg_mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
             buffers = runner.input_buffers
-            places = (buffers.input_ids, buffers.positions)
+            places: tuple[Any, ...] = (buffers.input_ids, buffers.positions)
             if len(inputs) > 1:
                 assert self.cut.graph_buffers is not None
                 places = (buffers.positions, *self.cut.graph_buffers)
