@@ -39,6 +39,7 @@ CORES = sorted(os.sched_getaffinity(0))
 Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes the tests of a file, or all tests with ranks."""
     for item in items if WORKER else ():
