@@ -39,13 +39,17 @@ CORES = sorted(os.sched_getaffinity(0))
 Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A worker takes the tests of a file, or all tests with ranks."""
-    for item in items if WORKER else ():
-        ranks = item.get_closest_marker("ranks")
-        name = "ranks" if ranks else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes the tests of a file, or all of tests/distributed."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            ranks = "tests/distributed"
+            return ranks if nodeid.startswith(ranks) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
