@@ -6,7 +6,6 @@ Streams of tool calls, reasoning, grammars and thinking budgets do not depend on
 most are accepted.
 """
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -94,14 +93,13 @@ def test_completion_and_counters(server: Server) -> None:
 def test_start_up_line(server: Server) -> None:
     log = server.log.read_text().splitlines()
     (line,) = [line for line in log if "vllm-ppd: drafting" in line]
-    version = f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}"
     for part in (
         "method ppd",
         "exit layer 1 of 2",
         "heads /",
         f"{DRAFTS} drafts",
         "batch cut-off: none",
-        version,
+        "; vllm-ppd ",
     ):
         assert part in line
 
