@@ -89,8 +89,6 @@ def test_a_stage_that_dies_ends_the_server(
         while alive := [member for member in members if is_alive(member)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.2)
-        log = server.log.read_text()
-        assert "EngineDeadError" in log or "died unexpectedly" in log
         assert not [path for path in held if path.exists()]
     finally:
         server.stop()
