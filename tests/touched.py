@@ -27,7 +27,7 @@ V2 = "vllm.v1.worker.gpu"
 
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
-    f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
+    f"{GROUP}.runner:GroupModelRunner": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",

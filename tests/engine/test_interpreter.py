@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, full_but
 from interpreter import run_cases
 
 pytest.importorskip("triton")
@@ -11,5 +11,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.engine
 @pytest.mark.skipif(torch.cuda.is_available(), reason="run tests/interpreted there")
-def test_engines_run_the_kernels() -> None:
-    run_cases(ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py")
+@pytest.mark.parametrize("method", full_but({"cp"}, ["cp", "early", "dynamo"]))
+def test_engines_run_the_kernels(method: str) -> None:
+    cases = ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py"
+    run_cases(cases, "-k", method)

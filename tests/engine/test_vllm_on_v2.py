@@ -83,6 +83,7 @@ print("same", flush=True)
 """
 
 
+@pytest.mark.full
 def test_vllms_own_methods_before_and_after_ours(
     tiny_model: Factory, tmp_path: Path
 ) -> None:

@@ -49,7 +49,9 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("acme/x") is None, "a folder of this disk goes before the Hub"
 
 
-def test_every_way_in_takes_a_name(hub: Hub, readers: Readers) -> None:
+def test_every_way_in_takes_a_name(
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in readers.of:
         assert readers.refusal(name, NAME) is None, name
     # The server's processes get the commit, so that all of them draft with the same
