@@ -50,16 +50,6 @@ def test_full_back_off_is_ordinary_decoding(
     assert not seen["unverified_tokens"]
 
 
-@functools.cache
-def loaded(model: Path, folder: str) -> tuple[Any, Target, DynaMoHeads, Any]:
-    """Heads with their target and counts."""
-    config, tensors = load_tensors(folder)
-    target = Target(str(model), torch.device("cpu"), torch.float32)
-    heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
-    heads.load(tensors)
-    return config, target, heads, CoOccurrence.from_tensors(tensors)
-
-
 def choices_along(
     model: Path,
     folder: str,

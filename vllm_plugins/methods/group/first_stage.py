@@ -105,7 +105,7 @@ class FirstStage(Stage):
         # A classifier is read in place of E*
         self.reads_target = heads is None or heads.form == "transform"
         if heads is not None and not self.reads_target:
-            classifier = heads.weights[str(self.split)].data
+            classifier = heads.weight(self.split).data
             no_bias = torch.zeros_like(weights["bias"])
             self.lm_head.load(self.lm_head.shard(classifier), no_bias)
             heads = None
