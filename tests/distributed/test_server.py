@@ -106,7 +106,7 @@ def test_request_switch(server: Server) -> None:
     [
         (
             {"vllm_xargs": {"ppd_draft": "maybe"}},
-            "vllm_xargs['ppd_draft']='maybe' is not a boolean",
+            "vllm_xargs['ppd_draft']='maybe': Input should be a valid boolean",
         ),
         (
             {"vllm_xargs": {"ppd_drafts": False}},

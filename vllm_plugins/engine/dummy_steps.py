@@ -19,8 +19,6 @@ from typing_extensions import Self
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_ppd.vllm_plugins.config.request_options import EPS_B
-
 PROMPT = 4  # tokens
 TOKEN = 1  # the token of prompts and looked-up drafts
 
@@ -59,7 +57,7 @@ class DummyBatch:
         params = SamplingParams(
             temperature=1.0,
             max_tokens=self.runner.max_model_len,
-            extra_args={EPS_B: 0.0},
+            extra_args={"ppd_eps_b": 0.0},
         )
         for start in range(0, len(self.names), at_once):
             output = SchedulerOutput.make_empty()

@@ -15,9 +15,8 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.vllm_plugins.config.request_options import (
-    back_off_threshold,
-    drafting_allowed,
     needs_single_tokens,
+    request_options,
 )
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.target import Target
@@ -71,9 +70,9 @@ class RequestOptions:
             row: of the request.
             params: vLLM's SamplingParams; None for a pooling request.
         """
-        extra = getattr(params, "extra_args", None)
-        threshold = back_off_threshold(extra)
-        self.drafting[row] = drafting_allowed(extra) and (
+        options = request_options(getattr(params, "extra_args", None))
+        threshold = options.ppd_eps_b
+        self.drafting[row] = options.ppd_draft and (
             self.verified or not needs_single_tokens(params)
         )
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW

@@ -96,6 +96,7 @@ def install() -> None:
     """Install the patches; idempotent. On an unsupported vLLM log one line, and only
     refuse our methods.
     """
+    wrap("sys", "excepthook", start.excepthook)
     version = vllm_version()
     if is_supported(version):
         for owner, name, wrapper in PATCHES:

@@ -241,7 +241,7 @@ def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     assert (config.method, config.num_speculative_tokens, config.exit_layer) == (
         "paradecode",
         1,
-        (4,),
+        4,
     )
     asked = {"method": "cp"}
     with pytest.raises(OptionError, match="method='cp' does not support early heads"):

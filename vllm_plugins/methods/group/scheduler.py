@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
 from vllm_ppd.vllm_plugins.config.request_options import (
-    drafting_allowed,
+    request_options,
     sees_each_token,
 )
 
@@ -71,7 +71,7 @@ class GroupScheduler(Scheduler):
         if (
             params is None
             or sees_each_token(params)
-            or not drafting_allowed(params.extra_args)
+            or not request_options(params.extra_args).ppd_draft
         ):
             return 0
         return max(
