@@ -131,7 +131,7 @@ def test_unsupported_vllm(
     )
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
         patches.install()
-    assert wrapped == ["create_speculative_config"]
+    assert wrapped == ["excepthook", "create_speculative_config"]
     assert len(caplog.messages) == 1
     assert "0.99.0" in caplog.messages[0]
 

@@ -67,10 +67,11 @@ def refuse_target(
             f"{family} is not supported with {title}: this family cannot get layers "
             "yet; use early or CP heads"
         )
-    if not on_cpu and not platform.current().is_cuda_alike():
+    machine = platform.current()
+    if not machine.is_cpu() and not machine.is_cuda_alike():
         raise OptionError(
-            f"platform {platform.current().device_name!r} is not supported with "
-            f"{title}; use CUDA, ROCm or CPU"
+            f"platform {machine.device_name!r} is not supported with {title}; use "
+            "CUDA, ROCm or CPU"
         )
     if platform.variable("VLLM_USE_V2_MODEL_RUNNER") is False:
         raise OptionError(
