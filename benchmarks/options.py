@@ -5,10 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json
 
-from vllm_ppd.heads.text import COMMAS, Sizes
+from vllm_ppd.heads.text import COMMAS, Integers, Sizes
 
 Temperature = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
 
 
 class DecodeOptions(BaseModel):
@@ -37,7 +36,7 @@ class DecodeOptions(BaseModel):
         description="further systems, NAME={speculative_config as JSON}; its key "
         "'engine' holds engine arguments",
     )
-    group: Annotated[tuple[Count, ...], COMMAS] = Field(
+    group: Integers = Field(
         (),
         description="compare worker groups with these numbers of candidates, and two "
         "tensor-parallel ranks, with vLLM's two pipeline stages instead; --heads is "

@@ -24,11 +24,9 @@ from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
-MOST_SHARED = (
-    99 << 10
-    # Bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
-    # and 8.9)
-)
+# Bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
+# and 8.9)
+MOST_SHARED = 99 << 10
 
 
 class Target:
@@ -62,26 +60,17 @@ def main() -> None:
 
     driver.set_active(Target())
     JITFunction.run = compile_only
-    index = torch.tensor([1, 2])
-    for sampling in (None, sampling_of(2)):
-        logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(
-            torch.zeros(2, 3), logits, index, sampling, torch.arange(5000)
-        )
-    for heads, first in ((2, index), (3, None)):
-        joint(2, heads, first)
+    chain(2, None)
+    chain(2, sampling_of(2))
+    joint(2, 2, torch.arange(2))
+    joint(2, 3, None)
     drafted(2)
     sampling_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
     # One code for every batch size of a bucket, and for every position of a chain: what
     # is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
-        logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
-        weights = torch.zeros(rows, 3)
-        first = torch.arange(rows)
-        cp_mixture_triton.draft_chain(
-            weights, logits, first, sampling_of(rows), torch.arange(5000)
-        )
+        chain(rows, sampling_of(rows))
         joint(rows, 2, torch.arange(rows))
         drafted(rows)
     assert variants == known, (
@@ -98,6 +87,17 @@ def sampling_of(requests: int) -> Sampling:
     """With limits and seeds, as runner V2 samples."""
     seeds = torch.zeros(requests, dtype=torch.int64)
     return Sampling(*torch.ones(3, 1024)[:, :requests], seeds, seeds)
+
+
+def chain(requests: int, sampling: Sampling | None) -> None:
+    """Draft chains for so many requests."""
+    cp_mixture_triton.draft_chain(
+        torch.zeros(requests, 3),
+        torch.zeros(requests, 4, 3, 5000, dtype=torch.bfloat16),
+        torch.arange(requests),
+        sampling,
+        torch.arange(5000),
+    )
 
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:

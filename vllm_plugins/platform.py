@@ -4,7 +4,6 @@ not import it.
 """
 
 import ctypes
-import importlib.metadata
 import os
 import signal
 import sys
@@ -31,14 +30,6 @@ def on_end_of_parent(number: signal.Signals) -> None:
     """Ask the system to send this process a signal when its parent ends, however that does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number)
-
-
-def own_version() -> str:
-    """This package's version, for the log."""
-    try:
-        return importlib.metadata.version("vllm-ppd")
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
 
 
 def current() -> Any:

@@ -11,8 +11,8 @@ the batch.
 import argparse
 import json
 import time
-from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vllm_ppd.benchmarks.engine import EngineProcess, add_requests
@@ -63,14 +63,12 @@ def profile(engine: Any, steps: int) -> dict[str, float]:
             started = time.thread_time()
             engine.step()
             seconds.append(time.thread_time() - started)
-    events = Counter({event.key: event.count for event in profiler.key_averages()})
+    events = {event.key: event.count for event in profiler.key_averages()}
     calls = {name: round(count / steps, 1) for name, count in by_kind(events).items()}
-    return calls | {
-        "host microseconds": round(1e6 * sorted(seconds)[len(seconds) // 2])
-    }
+    return calls | {"host microseconds": round(1e6 * median(seconds))}
 
 
-def by_kind(events: Counter[str]) -> dict[str, int]:
+def by_kind(events: dict[str, int]) -> dict[str, int]:
     """The profiler's events by COLUMNS; nodes are the kernels and copies in launched graphs."""
     kinds = dict.fromkeys(COLUMNS, 0)
     on_device = 0
@@ -79,9 +77,8 @@ def by_kind(events: Counter[str]) -> dict[str, int]:
             kinds["graphs"] += count
         elif "LaunchKernel" in name:
             kinds["launches"] += count
-        elif (
-            "Synchronize" in name or name == "cudaMemcpy"
-        ):  # cudaMemcpyAsync does not wait
+        elif "Synchronize" in name or name == "cudaMemcpy":
+            # cudaMemcpyAsync does not wait
             kinds["waits"] += count
         elif name.startswith("cudaMemcpy"):
             kinds["copies"] += count

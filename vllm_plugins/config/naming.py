@@ -172,7 +172,7 @@ def _has_our_tensors(folder: str) -> bool:
 
 
 def served_heads(
-    model: Any, given: dict[str, Any] | None, revision: str | None = None
+    model: str, given: dict[str, Any] | None, revision: str | None = None
 ) -> tuple[str, dict[str, Any]] | None:
     """The target and the speculative_config of `vllm serve HEADS`; None if the folder
     holds no heads.
@@ -186,8 +186,6 @@ def served_heads(
         OptionError, HeadsError: if the heads are damaged, if their target is not found,
             or if another method is given.
     """
-    if not isinstance(model, str):
-        return None
     if _is_on_hub(model, serving=True):
         if revision is not None:
             raise OptionError(
@@ -195,13 +193,9 @@ def served_heads(
                 "them as ORGANISATION/NAME@REVISION and serve TARGET with "
                 "--speculative-model"
             )
-        return _served(pinned(model, CONFIG_NAME), given)
-    if os.path.isdir(model) and is_heads_folder(model):
-        return _served(model, given)
-    return None
-
-
-def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+        model = pinned(model, CONFIG_NAME)
+    elif not os.path.isdir(model) or not is_heads_folder(model):
+        return None
     config = check_folder(model)
     asked = {key.replace("-", "_"): value for key, value in (given or {}).items()}
     method = asked.get("method") or config.kind

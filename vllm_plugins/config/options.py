@@ -163,9 +163,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "ORGANISATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
         "supports",
     )
-    method = parser._option_string_actions.get("--spec-method")
-    if method is not None and method.choices is not None:
-        method.choices = [*method.choices, *METHODS]
+    method = parser._option_string_actions["--spec-method"]
+    method.choices = [*(method.choices or ()), *METHODS]
     for name in flag_fields():
         text = (DraftingOptions.model_fields[name].description or "").replace("%", "%%")
         group.add_argument(

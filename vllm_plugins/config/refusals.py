@@ -111,7 +111,7 @@ def refuse_target(
             f"encoder-decoder models are not supported with {title}, which drafts for "
             "decoders only; start without it"
         )
-    if getattr(model, "is_diffusion", False):
+    if model.is_diffusion:
         raise OptionError(
             f"diffusion models are not supported with {title}: they do not emit one "
             "token after another; start without it"

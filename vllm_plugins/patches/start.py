@@ -3,6 +3,7 @@
 derives from its configuration.
 """
 
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import (
     activate,
     active_config,
@@ -58,9 +58,8 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        logger.info(
-            "vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version()
-        )
+        version = importlib.metadata.version("vllm-ppd")
+        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), version)
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
@@ -82,24 +81,14 @@ def create_engine_config(
 
 
 def maybe_override_with_speculators(
-    original: Callable[..., Any],
-    model: Any,
-    tokenizer: Any,
-    *args: Any,
-    vllm_speculative_config: Any = None,
-    **kwargs: Any,
+    original: Callable[..., Any], model: Any, tokenizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
+    given = kwargs.get("vllm_speculative_config")
     with hub.token(kwargs.get("hf_token")):
-        served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
+        served = served_heads(model, given, kwargs.get("revision"))
     if served is None:
-        return original(
-            model,
-            tokenizer,
-            *args,
-            vllm_speculative_config=vllm_speculative_config,
-            **kwargs,
-        )
+        return original(model, tokenizer, *args, **kwargs)
     target, speculative_config = served
     return target, tokenizer or target, speculative_config
 
