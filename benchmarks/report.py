@@ -177,7 +177,10 @@ def acceptance_table(run: Run) -> str:
 
 def request_steps(turns: list[Turn]) -> list[int]:
     """Decode steps of all requests in each turn; older results name them steps."""
-    return [turn.get("request_steps", turn["steps"]) for turn in turns]
+    return [
+        turn["request_steps"] if "request_steps" in turn else turn["steps"]
+        for turn in turns
+    ]
 
 
 def by_position(turns: list[Turn]) -> str:

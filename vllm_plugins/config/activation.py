@@ -93,6 +93,7 @@ def activate(
     """
     with hub.token(args.hf_token):
         asked = _asked(args)
+        config: DraftingConfig | None
         if is_ours(asked):
             config = _resolved(
                 parse_options(with_method(asked)), args, model_config, parallel_config
