@@ -48,7 +48,7 @@ def test_help_of_every_command(command: str, capsys: Any) -> None:
 def test_values_of_flags() -> None:
     made = parsed(
         "cp",
-        f"{GIVEN} --layers 2,4 --condition recurrent --betas 0.8,0.9 --no-factorised",
+        f"{GIVEN} --layers 2,4 --condition recurrent --betas 0.8,0.9 --train-on-prompts",
     )
     assert made == KINDS["cp"].options(
         model="m",
@@ -57,7 +57,7 @@ def test_values_of_flags() -> None:
         layers=(2, 4),
         condition="recurrent",
         betas=(0.8, 0.9),
-        factorised=False,
+        train_on_prompts=True,
     )
     made = parsed("early", """--data a,b.jsonl 'x={"y": [1, 2]}' --model m --out o""")
     assert made.data == ("a,b.jsonl", 'x={"y": [1, 2]}')
@@ -108,12 +108,12 @@ def test_errors_are_one_line(words: str, message: str, capsys: Any) -> None:
 
 def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> None:
     folder = str(DEMO.parent / "heads" / "early")
+    other = tiny_model("qwen2")
     assert main(["inspect", folder]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^kind +early$", text, re.MULTILINE)
     assert re.search(r"will load: yes, with \S+", text)
     assert not re.search(r"[{}\[\]]|\b(null|None|True)\b", text)
-    other = tiny_model("qwen2")
     refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --target {folder}/..", "has no config.json", capsys)
