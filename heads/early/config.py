@@ -142,7 +142,7 @@ class EarlyConfig(HeadsConfig):
 
     @property
     def recommended(self) -> dict[str, Any]:
-        return {**super().recommended, "exit_layer": self.serving_exits}
+        return {**super().recommended, "exit_layer": self.serving_exits[0]}
 
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"

@@ -80,16 +80,24 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of a source checkout; None for an installed package."""
+    """The commit of a source checkout, with -dirty after changes; None for an installed
+    package.
+    """
     here = Path(__file__).resolve().parents[2]
     if not (
         here / ".git"
     ).exists():  # a checkout around an installed package is another project's
         return None
     try:
-        run = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here
-        )
+        command = [
+            "git",
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=here)
     except OSError:
         return None
     return run.stdout.strip() or None

@@ -46,7 +46,7 @@ def test_unsupported_vllm(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(patches, "wrap", lambda _, name, __: wrapped.append(name))
     with our_log() as messages:
         patches.install()
-    assert wrapped == ["create_speculative_config"]
+    assert wrapped == ["excepthook", "create_speculative_config"]
     assert len(messages) == 1 and "0.99.0" in messages[0]
 
     def started(**asked: Any) -> Any:

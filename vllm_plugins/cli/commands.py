@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `ppd fit`, `ppd data`, `ppd train` and `ppd calibrate`.
+"""The commands `ppd fit`, `ppd data`, `ppd train`, `ppd calibrate` and `ppd bench`.
 
 Each takes its options and returns the exit code. torch and transformers take seconds to
 import, so data is checked first.
@@ -8,7 +8,8 @@ import, so data is checked first.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.data.files import check_data
 from vllm_ppd.heads.text import in_words
@@ -38,6 +39,17 @@ def fit(options: FitOptions) -> int:
     from vllm_ppd.vllm_plugins.cli.fit import run
 
     return run(options)
+def benchmarks() -> dict[str, Command]:
+    """The commands of `ppd bench`."""
+    return {
+        "decode": Command(
+            "speed and accepted drafts of offline decoding",
+            "Decode batches with vLLM alone, with heads, and with vLLM's own "
+            "speculative methods, in turns.",
+            decode,
+            "benchmarks.options:DecodeOptions",
+        ),
+    }
 
 
 def data(options: DataOptions) -> int:
@@ -91,4 +103,12 @@ def calibrate(options: CalibrationOptions) -> int:
 
     print(run.report(run.calibrate(options), options.heads))
     print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")
+    return 0
+
+
+def decode(options: Any) -> int:
+    """Measure speeds, and print the tables."""
+    # Benchmarks import this package
+    print(resolve_name("vllm_ppd.benchmarks.decode:decode")(options))
+    print(f"wrote {options.out}")
     return 0

@@ -16,9 +16,8 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.vllm_plugins.config.request_options import (
-    back_off_threshold,
-    drafting_allowed,
     needs_single_tokens,
+    request_options,
 )
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.target import Target
@@ -71,8 +70,9 @@ class RequestOptions:
             params: vLLM's SamplingParams; None for a pooling request.
         """
         params = params or SamplingParams(temperature=0.0)
-        threshold = back_off_threshold(params.extra_args)
-        drafting = drafting_allowed(params.extra_args) and (
+        options = request_options(params.extra_args)
+        threshold = options.ppd_eps_b
+        drafting = options.ppd_draft and (
             self.verified or not needs_single_tokens(params)
         )
         greedy = params.temperature < GREEDY_BELOW

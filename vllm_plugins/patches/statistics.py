@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
+from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
@@ -125,7 +125,7 @@ def verified(
         request = requests.get(req_id)
         if emitted and request is not None:
             params = request.sampling_params
-            may_draft = drafting_allowed(params.extra_args)
+            may_draft = request_options(params.extra_args).ppd_draft
             number = len(drafts.get(req_id, ())) if may_draft else 0
             seen.append((req_id, number, emitted, not params.temperature, may_draft))
     return seen

@@ -131,7 +131,7 @@ def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     config = active_config(args.create_engine_config())
     assert config is not None
     assert (config.method, config.num_speculative_tokens) == ("paradecode", 1)
-    assert config.exit_layer == (4,)
+    assert config.exit_layer == 4
     asked = {"method": "cp"}
     with pytest.raises(OptionError, match="method='cp' does not support early heads"):
         EngineArgs(model=folder, speculative_config=asked).create_engine_config()

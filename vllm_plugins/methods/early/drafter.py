@@ -33,9 +33,9 @@ class EarlyExitDrafter(Drafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
-        self.exit_layer = config.exit_layer[0]
+        self.exit_layer = config.exit_layer
         self.gamma = config.gamma
-        self.cut = target.cut_after(config.exit_layer, DeferredKVCut)
+        self.cut = target.cut_after((config.exit_layer,), DeferredKVCut)
         heads = early_heads(config, target.device, target.dtype)
         self.reader = EarlyReader(self.cut.adapter, target.lm_head, heads)
 

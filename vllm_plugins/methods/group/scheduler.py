@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
 from vllm_ppd.vllm_plugins.config.request_options import (
-    drafting_allowed,
+    request_options,
     sees_each_token,
 )
 
@@ -68,7 +68,8 @@ class GroupScheduler(Scheduler):
     def _room(self, request: Request) -> int:
         """Tokens that a request may emit beyond the first."""
         params: Any = request.sampling_params
-        if sees_each_token(params) or not drafting_allowed(params.extra_args):
+        drafting = request_options(params.extra_args).ppd_draft
+        if sees_each_token(params) or not drafting:
             return 0
         left = request.max_tokens - request.num_output_tokens - 1
         return max(0, min(self.placeholders, left))
