@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json
 
-from vllm_ppd.heads.text import COMMAS, Integers, Sizes
+from vllm_ppd.heads.text import COMMAS, Integers
 
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
 Temperature = Annotated[float, Field(ge=0)]
 
 

@@ -145,5 +145,3 @@ def from_yaml(file: str) -> dict[str, Any]:
         raise UserError(
             f"--config {file} is no YAML file of options: {error}"
         ) from None
-
-

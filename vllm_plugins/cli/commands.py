@@ -39,6 +39,8 @@ def fit(options: FitOptions) -> int:
     from vllm_ppd.vllm_plugins.cli.fit import run
 
     return run(options)
+
+
 def benchmarks() -> dict[str, Command]:
     """The commands of `ppd bench`."""
     return {

@@ -251,8 +251,6 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
     return parsed
 
 
-
-
 def methods_of(field: str) -> list[str]:
     """The methods that read an option: those whose records name it, or all."""
     return [

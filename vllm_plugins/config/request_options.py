@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from vllm_ppd.heads.text import quoted, shortened
+from vllm_ppd.heads.text import first_problem, quoted, shortened
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.options import first_problem
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -45,8 +44,8 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     try:
         return RequestOptions.model_validate(extra_args or {})
     except ValidationError as error:
-        name = error.errors()[0]["loc"][0]
-        raise ValueError(f"vllm_xargs[{name!r}]={first_problem(error)}") from None
+        problem = first_problem(error, lambda name: f"vllm_xargs[{name!r}]")
+        raise ValueError(problem) from None
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:

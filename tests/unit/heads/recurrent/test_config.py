@@ -84,7 +84,12 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
         ("ibm", "emb_dim", 128, "has shape|hidden_size is 128 there, but 64"),
         ("ibm", "vocab_size", 640, "has shape|vocab_size is 640 there, but 320"),
         ("ibm", "inner_dim", -1, "inner_dim=-1 is not a width"),
-        ("ibm", "tie_weights", "yes", "tie_weights=.*: Input should be a valid boolean"),
+        (
+            "ibm",
+            "tie_weights",
+            "yes",
+            "tie_weights=.*: Input should be a valid boolean",
+        ),
         ("arctic-mlp", "inner_dim", "24.24", "has 2 layers; only heads with one"),
         ("arctic-lstm", "inner_dim", [24, 24], r"inner_dim=\[24, 24\] has 2 layers"),
         ("arctic-lstm", "emb_dim", "32", "emb_dim='32' must be inner_dim=24"),
