@@ -11,10 +11,7 @@ SMOLLM := build/smollm
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
-# Tests that keep to a core each, JOBS at a time, then those that take every core or run Triton's interpreter, for which
-# vLLM must find Triton when it is imported. Any of them may have none of $(ARGS).
 PYTEST := $(BIN)/python -m pytest
-NONE   := 5
 
 .PHONY: setup serve test test-full test-next quality format clean inflated recipes smollm soak evidence
 
@@ -45,12 +42,10 @@ serve: EAGER = $(if $(filter benchmarks/demo $(SMOLLM),$(FOLDER)),--enforce-eage
 serve: setup $(filter smollm,$(MODEL))
 	. .ci/serve-env.sh && $(BIN)/vllm serve $(TARGET) --port $(PORT) --speculative-model $(DRAFTS) $(EAGER) $(ARGS)
 
-test: KIND = not full and
+# JOBS processes with a core each; one of them runs the tests that start ranks or servers (tests/conftest.py).
+test: KIND = not full
 test test-full: setup
-	@failed=0; \
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
-	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
-	exit $$failed
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND)" $(ARGS)
 
 # The same with the next vLLM, laid over the CPU build's binaries.
 test-next: setup

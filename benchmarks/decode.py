@@ -5,7 +5,7 @@ With --acceptance they decode all prompts once, with drafts in every step.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from vllm_ppd.benchmarks.engine import EngineProcess, decode_batch
 from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
-from vllm_ppd.benchmarks.storage import Results, Run, Turn
+from vllm_ppd.benchmarks.storage import Results, Run, turns_of
 from vllm_ppd.benchmarks.systems import System, systems_of
 from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
@@ -32,13 +32,6 @@ class Trial(NamedTuple):
 
     place: dict[str, Any]
     prompts: list[list[int]]
-
-    def turns(self, run: Run) -> list[Turn]:
-        return [
-            turn
-            for turn in run["turns"]
-            if all(turn.get(key) == value for key, value in self.place.items())
-        ]
 
 
 def decode(options: DecodeOptions) -> str:
@@ -55,14 +48,13 @@ def decode(options: DecodeOptions) -> str:
     prompts = read_prompts(
         options.data, options.model, options.prompt_tokens, options.trust_remote_code
     )
-    trials = (
-        acceptance_trials(options, prompts)
-        if options.acceptance
-        else speed_trials(options, prompts)
-    )
-    results = Results(
-        Path(options.out), "acceptance" if options.acceptance else "decode"
-    )
+    if options.acceptance:
+        benchmark = "acceptance"
+        trials = acceptance_trials(options, prompts)
+    else:
+        benchmark = "decode"
+        trials = speed_trials(options, prompts)
+    results = Results(Path(options.out), benchmark)
     contenders = {system.name: system.identity() for system in systems}
     runs = [
         results.run_of({**options.settings(), "temperature": temperature}, contenders)
@@ -83,9 +75,8 @@ def decode(options: DecodeOptions) -> str:
 
 def is_whole(trial: Trial, run: Run) -> bool:
     """Whether all systems but those that failed have had their turns."""
-    return run["contenders"].keys() - run["failures"].keys() <= {
-        turn["contender"] for turn in trial.turns(run)
-    }
+    measured = {turn["contender"] for turn in turns_of(run, **trial.place)}
+    return run["contenders"].keys() <= measured | run["failures"].keys()
 
 
 def speed_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
@@ -159,6 +150,10 @@ def measure(
         BenchError: if vLLM alone fails.
     """
     runs = [run for run, _ in missing]
+    engines: list[EngineProcess] = []
+    warm: set[tuple[str, float, int]] = set()
+    longest = max(len(ids) for _, trial in missing for ids in [*trial.prompts, *others])
+    arguments = engine_arguments(options, longest + options.new_tokens + 32)
 
     def leave_out(name: str, error: BenchError) -> None:
         if name == BASE:
@@ -168,51 +163,42 @@ def measure(
             run["failures"][name] = str(error)
         results.write()
 
-    longest = max(len(ids) for _, trial in missing for ids in [*trial.prompts, *others])
-    arguments = engine_arguments(options, longest + options.new_tokens + 32)
+    def decode_with(
+        engine: EngineProcess, prompts: list[list[int]], tokens: int, run: Run
+    ) -> dict[str, Any]:
+        temperature = run["options"]["temperature"]
+        return engine.call(decode_batch, prompts, tokens, temperature, options.top_p)
+
+    def take_turn(engine: EngineProcess, trial: Trial, run: Run) -> dict[str, Any]:
+        size = trial.place["batch"]
+        state = (engine.name, run["options"]["temperature"], size)
+        if state not in warm:
+            tokens = min(WARM_UP_TOKENS, options.new_tokens)
+            decode_with(engine, others[:size], tokens, run)
+            warm.add(state)
+        if options.group:
+            time.sleep(SPIN_SECONDS)
+        return decode_with(engine, trial.prompts, options.new_tokens, run)
+
     with TemporaryDirectory(prefix="ppd-bench-") as logs, ExitStack() as running:
-        engines: list[EngineProcess] = []
-        for system in systems:
+        for number, system in enumerate(systems):
             if any(system.name in run["failures"] for run in runs):
                 continue
             print(f"starting {system.name} ...", flush=True)
             try:
-                engine = EngineProcess(
-                    system, arguments, Path(logs) / f"{len(engines)}.log"
-                )
+                engine = EngineProcess(system, arguments, Path(logs, f"{number}.log"))
             except BenchError as error:
                 leave_out(system.name, error)
-            else:
-                running.callback(engine.close)
-                engines.append(engine)
-        warm: set[tuple[str, float, int]] = set()
+                continue
+            running.callback(engine.close)
+            engines.append(engine)
         for run, trial in tqdm(missing, desc="trials", mininterval=1):
-            stopped = trial.turns(run)
+            stopped = turns_of(run, **trial.place)
             run["turns"] = [turn for turn in run["turns"] if turn not in stopped]
-            temperature = run["options"]["temperature"]
             base_ids: list[list[int]] = []
             for engine in list(engines):
-                state = engine.name, temperature, trial.place["batch"]
                 try:
-                    if state not in warm:
-                        warm_up = min(WARM_UP_TOKENS, options.new_tokens)
-                        engine.call(
-                            decode_batch,
-                            others[: state[2]],
-                            warm_up,
-                            temperature,
-                            options.top_p,
-                        )
-                        warm.add(state)
-                    if options.group:
-                        time.sleep(SPIN_SECONDS)
-                    turn = engine.call(
-                        decode_batch,
-                        trial.prompts,
-                        options.new_tokens,
-                        temperature,
-                        options.top_p,
-                    )
+                    turn = take_turn(engine, trial, run)
                 except BenchError as error:
                     leave_out(engine.name, error)
                     engines.remove(engine)
@@ -220,7 +206,7 @@ def measure(
                 ids = turn.pop("token_ids")
                 if engine.name == BASE:
                     base_ids = ids
-                if not temperature:
+                if not run["options"]["temperature"]:
                     turn |= compare(base_ids, ids)
                 turn["prompts"] = len(ids)
                 run["turns"].append({"contender": engine.name, **trial.place, **turn})
@@ -247,19 +233,21 @@ def predictions(
     """Speed-ups that Theorem 4.1 expects of worker groups at their match rates."""
     predicted = {}
     for engine in engines:
-        counts = [
-            turn["ours"] for turn in run["turns"] if turn["contender"] == engine.name
-        ]
-        hits = sum(count.get("group_hits", 0) for count in counts)
-        tried = hits + sum(count.get("group_misses", 0) for count in counts)
+        counts: Counter[str] = Counter()
+        for turn in turns_of(run, contender=engine.name):
+            counts.update(turn["ours"])
+        hits = counts["group_hits"]
+        tried = hits + counts["group_misses"]
         if tried:
             layers = engine.facts["num_layers"]
-            candidates = run["contenders"][engine.name]["speculative_config"][
-                "candidates"
-            ]
+            config = run["contenders"][engine.name]["speculative_config"]
             # The group makes all tokens except the first, which comes from the prompt.
             expected = theorem_4_1(
-                layers, engine.facts["split"], candidates, hits / tried, new_tokens - 1
+                layers,
+                engine.facts["split"],
+                config["candidates"],
+                hits / tried,
+                new_tokens - 1,
             )
             predicted[engine.name] = layers / expected.latency
     return predicted

@@ -44,7 +44,7 @@ class EngineProcess:
     """The parent's side.
 
     Attributes:
-        facts: kv_cache_tokens, num_layers and, of a worker group, split.
+        facts: num_layers and, of a worker group, split.
     """
 
     def __init__(self, system: System, arguments: dict[str, Any], log: Path) -> None:
@@ -60,6 +60,7 @@ class EngineProcess:
         """
         self.name = system.name
         self.log = log
+        log.touch()
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
@@ -97,14 +98,8 @@ class EngineProcess:
             done, result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            lines = (
-                self.log.read_text(errors="replace").split("\n")
-                if self.log.exists()
-                else []
-            )
-            last = next(
-                (line.strip() for line in reversed(lines) if line.strip()), "nothing"
-            )
+            lines = self.log.read_text(errors="replace").split("\n")
+            last = next((line for line in reversed(lines) if line.strip()), "nothing")
             code = self.process.exitcode
             raise BenchError(
                 f"{self.name}: the engine ended with code {code}; its last line: {last}"
@@ -182,10 +177,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
             "--kv-cache-gib"
         )
     ours = active_config(config)
-    facts = {
-        "kv_cache_tokens": room,
-        "num_layers": config.model_config.hf_text_config.num_hidden_layers,
-    }
+    facts = {"num_layers": config.model_config.hf_text_config.num_hidden_layers}
     if ours is not None and ours.stages > 1:
         facts["split"] = ours.split
     return facts
@@ -198,14 +190,12 @@ def counters() -> Counter[tuple[str, str]]:
     values: Counter[tuple[str, str]] = Counter()
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            if sample.name.endswith("_seconds_total") or not sample.name.endswith(
-                "_total"
-            ):
+            if not sample.name.startswith(("vllm:spec_decode_", "ppd:")):
                 continue
-            if sample.name.startswith(("vllm:spec_decode_", "ppd:")):
-                values[sample.name, sample.labels.get("position", "")] += int(
-                    sample.value
-                )
+            # Counters alone, and no times
+            if sample.name.endswith("_total") and "_seconds" not in sample.name:
+                position = sample.labels.get("position", "")
+                values[sample.name, position] += int(sample.value)
     return values
 
 
@@ -299,7 +289,7 @@ def decode_batch(
         more - less for more, less in zip(reached, [*reached[1:], 0], strict=True)
     ]
     ours = {
-        name[len("ppd:") : -len("_total")]: value
+        name.removeprefix("ppd:").removesuffix("_total"): value
         for (name, _), value in change.items()
         if name.startswith("ppd:")
     }

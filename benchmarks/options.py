@@ -3,26 +3,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Json,
-    PositiveInt,
-)
+from pydantic import BaseModel, ConfigDict, Field, Json
 
+from vllm_ppd.heads.text import COMMAS, Integers
 
-def split_commas(value: Any) -> Any:
-    """The parts of `a,b`; `none` has none."""
-    if not isinstance(value, str):
-        return value
-    if value == "none":
-        return ()
-    return tuple(part.strip() for part in value.split(","))
-
-
-COMMAS = BeforeValidator(split_commas)
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
 Temperature = Annotated[float, Field(ge=0)]
 
 
@@ -38,10 +23,10 @@ class DecodeOptions(BaseModel):
         "or text, and optionally category",
     )
     heads: tuple[str, ...] = Field((), description="heads folders, each a system")
-    plain: Annotated[tuple[Literal["ppd", "ngram"], ...], COMMAS] = Field(
+    plain: Annotated[tuple[Literal["ppd", "ngram", "none"], ...], COMMAS] = Field(
         ("ppd", "ngram"),
         description="systems without a checkpoint: ppd (prompt lookup) and vLLM's "
-        "ngram; 'none' omits both",
+        "ngram; none omits both",
     )
     eagle: str | None = Field(
         None,
@@ -52,7 +37,7 @@ class DecodeOptions(BaseModel):
         description="further systems, NAME={speculative_config as JSON}; its key "
         "'engine' holds engine arguments",
     )
-    group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
+    group: Integers = Field(
         (),
         description="compare worker groups with these numbers of candidates, and two "
         "tensor-parallel ranks, with vLLM's two pipeline stages instead; --heads is "
@@ -82,8 +67,8 @@ class DecodeOptions(BaseModel):
         description="with --acceptance: most prompts, from the categories in turn "
         "(default: all)",
     )
-    batch_sizes: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
-        (1, 2, 4, 8, 16), min_length=1, description="requests decoded together"
+    batch_sizes: Sizes = Field(
+        (1, 2, 4, 8, 16), description="requests decoded together"
     )
     rounds: int = Field(5, ge=1, description="turns of each system at each batch size")
     temperatures: Annotated[tuple[Temperature, ...], COMMAS] = Field(

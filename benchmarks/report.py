@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.benchmarks import BASE
-from vllm_ppd.benchmarks.storage import Run, Turn
+from vllm_ppd.benchmarks.storage import Run, Turn, turns_of
+from vllm_ppd.heads.text import table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RESAMPLES = 2000
@@ -74,42 +75,29 @@ def ratio_of_sums(numerators: Any, denominators: Any) -> Any:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table with padded columns; columns without values are left out."""
-    columns = [
-        [name, *(str(row[number]) for row in rows)]
-        for number, name in enumerate(header)
+    """A table of the columns that have values."""
+    kept = [
+        number
+        for number in range(len(header))
+        if any(row[number] != "-" for row in rows)
     ]
-    columns = [column for column in columns if set(column[1:]) != {"-"}]
-    widths = [max(map(len, column)) for column in columns]
-    lines = [
-        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-        for line in zip(*columns, strict=True)
-    ]
-    lines.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(
+        [header[number] for number in kept],
+        [[row[number] for number in kept] for row in rows],
+    )
 
 
-def turns_of(run: Run, name: str, **place: Any) -> list[Turn]:
-    """The turns of a system, at a batch size or in a category if one is given."""
-    wanted = {"contender": name, **place}
-    return [
-        turn
-        for turn in run["turns"]
-        if all(turn.get(key) == wanted[key] for key in wanted)
-    ]
+def total(turns: list[Turn], key: str) -> Any:
+    return sum(turn[key] for turn in turns)
 
 
-def values_of(turns: list[Turn], key: str) -> list[float]:
-    return [turn[key] for turn in turns]
-
-
-def speeds(run: Run, name: str, batch: int) -> dict[tuple[int, int], float]:
+def speeds(run: Run, name: str, batch: int) -> dict[Any, float]:
     """Tokens per second of a system's turns, by group (of older results) and round."""
-    return {
-        (turn.get("group", 0), turn["round"]): turn["window_tokens"]
-        / turn["window_seconds"]
-        for turn in turns_of(run, name, batch=batch)
-    }
+    by_place = {}
+    for turn in turns_of(run, contender=name, batch=batch):
+        speed = turn["window_tokens"] / turn["window_seconds"]
+        by_place[turn.get("group"), turn["round"]] = speed
+    return by_place
 
 
 def speed_up(run: Run, name: str, batch: int) -> Estimate | None:
@@ -119,75 +107,72 @@ def speed_up(run: Run, name: str, batch: int) -> Estimate | None:
     return bootstrap(median, ratios) if ratios else None
 
 
-def share(turns: list[Turn], part: str, whole: str, form: str) -> str:
-    total = sum(values_of(turns, whole))
-    return form.format(sum(values_of(turns, part)) / total) if total else "-"
+def share(turns: list[Turn], part: str, whole: str) -> float | None:
+    """Sum over turns of a part, relative to that of the whole."""
+    amount = total(turns, whole)
+    return total(turns, part) / amount if amount else None
+
+
+def shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def speed_table(run: Run) -> str:
     """A row for each system, a column for each batch size."""
     sizes = sorted({turn["batch"] for turn in run["turns"]})
-    batches = [f"batch {size}" for size in sizes]
+    header = ["system", *(f"batch {size}" for size in sizes)]
+    header += ["Theorem 4.1", "accepted", "same tokens", "memory MB"]
     rows = []
     for name in run["contenders"]:
-        turns = turns_of(run, name)
+        turns = turns_of(run, contender=name)
         if not turns:
             continue
-        cells = [str(speed_up(run, name, size) or "-") for size in sizes]
-        if name == BASE:
-            cells = [
-                f"{median([*speeds(run, name, size).values()]):.1f} tokens/s"
-                for size in sizes
-            ]
-        same = "-"
+        row = [name]
+        for size in sizes:
+            if name == BASE:
+                speed = median([*speeds(run, name, size).values()])
+                row.append(f"{speed:.1f} tokens/s")
+            else:
+                row.append(str(speed_up(run, name, size) or "-"))
+        row.append(run.get("predicted", {}).get(name, "-"))
+        row.append(shown(share(turns, "accepted_tokens", "draft_tokens"), ".2f"))
+        same = None
         if not run["options"]["temperature"]:
-            same = share(turns, "same_tokens", "compared_tokens", "{:.2%}")
+            same = share(turns, "same_tokens", "compared_tokens")
+        row.append(shown(same, ".2%"))
         memory = max(turn["peak_bytes"] or 0 for turn in turns)
-        rows.append(
-            [
-                name,
-                *cells,
-                run.get("predicted", {}).get(name, "-"),
-                share(turns, "accepted_tokens", "draft_tokens", "{:.2f}"),
-                same,
-                f"{memory / 1e6:.0f}" if memory else "-",
-            ]
-        )
-    return markdown(
-        ["system", *batches, "Theorem 4.1", "accepted", "same tokens", "memory MB"],
-        rows,
-    )
+        row.append(f"{memory / 1e6:.0f}" if memory else "-")
+        rows.append(row)
+    return markdown(header, rows)
 
 
 def acceptance_table(run: Run) -> str:
     """A row for each system."""
     rows = []
     for name in run["contenders"]:
-        turns = turns_of(run, name)
+        turns = turns_of(run, contender=name)
         if name == BASE or not turns:
             continue
-        prompts = sum(values_of(turns, "prompts"))
         steps = request_steps(turns)
         same = "-"
         if not run["options"]["temperature"]:
-            same = (
-                f"{prompts - sum(len(turn['differ']) for turn in turns)} of {prompts}"
-            )
-        accepted = bootstrap(ratio_of_sums, values_of(turns, "accepted_tokens"), steps)
-        drafted = sum(values_of(turns, "draft_tokens")) / sum(steps)
+            prompts = total(turns, "prompts")
+            others = sum(len(turn["differ"]) for turn in turns)
+            same = f"{prompts - others} of {prompts}"
+        accepted = [turn["accepted_tokens"] for turn in turns]
+        drafted = total(turns, "draft_tokens") / sum(steps)
         rows.append(
             [
                 name,
                 same,
-                accepted,
+                bootstrap(ratio_of_sums, accepted, steps),
                 by_position(turns),
                 f"{drafted:.2f}",
                 run.get("costs", {}).get(name, "-"),
             ]
         )
-    return markdown(
-        ["system", "same text", "accepted", "by position", "drafted", "cost"], rows
-    )
+    header = ["system", "same text", "accepted", "by position", "drafted", "cost"]
+    return markdown(header, rows)
 
 
 def request_steps(turns: list[Turn]) -> list[int]:
@@ -201,14 +186,12 @@ def request_steps(turns: list[Turn]) -> list[int]:
 def by_position(turns: list[Turn]) -> str:
     """The share of steps in which the drafts up to each position were accepted."""
     lengths = [turn.get("accepted_lengths", []) for turn in turns]
-    positions = range(1, max(map(len, lengths)))
-    reached = [
-        sum(sum(counts[position:]) for counts in lengths) for position in positions
-    ]
-    return (
-        ", ".join(f"{count / sum(request_steps(turns)):.2f}" for count in reached)
-        or "-"
-    )
+    steps = sum(request_steps(turns))
+    shares = []
+    for position in range(1, max(map(len, lengths))):
+        reached = sum(sum(counts[position:]) for counts in lengths)
+        shares.append(f"{reached / steps:.2f}")
+    return ", ".join(shares) or "-"
 
 
 def category_table(run: Run) -> str:
@@ -218,49 +201,49 @@ def category_table(run: Run) -> str:
         return ""
     rows = []
     for name in run["contenders"]:
-        turns = [turns_of(run, name, category=category) for category in categories]
-        if name != BASE and all(turns):
-            sums = [
-                sum(values_of(some, "accepted_tokens")) / sum(request_steps(some))
-                for some in turns
-            ]
-            rows.append([name, *(f"{value:.2f}" for value in sums)])
+        row = [name]
+        for category in categories:
+            turns = turns_of(run, contender=name, category=category)
+            if turns:
+                accepted = total(turns, "accepted_tokens")
+                row.append(f"{accepted / sum(request_steps(turns)):.2f}")
+        if name != BASE and len(row) > len(categories):
+            rows.append(row)
     return markdown(["accepted", *categories], rows)
 
 
 def report(runs: list[Run]) -> str:
     """The tables of runs, with what was measured, and what the columns mean."""
     blocks = []
-    legends = []
+    legend = ""
     for run in runs:
         if not run["turns"]:
             continue
         options = run["options"]
-        sampling = (
-            f"temperature {options['temperature']:g}, top-p {options.get('top_p', 1):g}"
-        )
+        sampling = "greedy"
+        if options["temperature"]:
+            top_p = options.get("top_p", 1)
+            sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
         blocks.append(
-            f"{options['model']}, {options['dtype']}, "
-            f"{sampling if options['temperature'] else 'greedy'}, "
+            f"{options['model']}, {options['dtype']}, {sampling}, "
             f"{options['new_tokens']} tokens; {run['machine']}; commit "
             f"{str(run['git'])[:7]}"
         )
         if "part" in run["turns"][0]:
             blocks += [acceptance_table(run), category_table(run)]
-            legends = [ACCEPTANCE_LEGEND]
+            legend = ACCEPTANCE_LEGEND
         else:
             blocks.append(speed_table(run))
-            legends = [SPEED_LEGEND]
+            legend = SPEED_LEGEND
         blocks += [f"left out: {reason}" for reason in run["failures"].values()]
-    return "\n\n".join(block for block in [*blocks, *legends] if block)
+    return "\n\n".join(block for block in [*blocks, legend] if block)
 
 
 def rows_table(data: dict[str, Any]) -> str:
     """The rows of any other file of results, as they are stored."""
-    header = list(dict.fromkeys(name for row in data["rows"] for name in row))
-    return markdown(
-        header, [[row.get(name, "-") for name in header] for row in data["rows"]]
-    )
+    rows = data["rows"]
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    return markdown(header, [[row.get(name, "-") for name in header] for row in rows])
 
 
 def section(path: Path) -> str:
@@ -268,15 +251,17 @@ def section(path: Path) -> str:
     data = json.loads(path.read_text())
     about = path.with_suffix(".md")
     notes = about.read_text().strip() if about.exists() else f"# {path.stem}"
-    runs = data.get("runs", [data])
+    if "runs" in data:
+        runs = data["runs"]
+        tables = report(runs)
+    else:
+        runs = [data]
+        tables = f"{data['machine']}\n\n{rows_table(data)}"
     commands = [
         f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}."
         for run in runs
     ]
-    table = (
-        report(runs) if "runs" in data else f"{data['machine']}\n\n{rows_table(data)}"
-    )
-    return "\n\n".join([f"#{notes}", *dict.fromkeys(commands), table])
+    return "\n\n".join([f"#{notes}", *dict.fromkeys(commands), tables])
 
 
 def plot(path: Path, out: Path) -> None:

@@ -2,41 +2,22 @@
 """Files of results: runs with every turn, and where each was measured."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.training import provenance as heads_provenance
+from vllm_ppd.heads.training.provenance import provenance
 
 Run = dict[str, Any]
 Turn = dict[str, Any]
 # What a continued run shares
-SAME = (
-    "options",
-    "contenders",
-    "versions",
-    "machine",
-    "git",
-)
+SAME = ("options", "contenders", "versions", "machine", "git")
 
 
-def provenance() -> dict[str, Any]:
-    """As of heads, but the commit says whether the checkout has changes."""
-    return heads_provenance.provenance(git=commit())
-
-
-def commit() -> str | None:
-    """The commit of a checkout, with -dirty after changes; None for an installed package."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+def turns_of(run: Run, **place: Any) -> list[Turn]:
+    """The turns of a run with these values, such as those of a contender."""
+    return [turn for turn in run["turns"] if place.items() <= turn.items()]
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -45,34 +26,30 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(data, indent=1) + "\n")
 
 
-def read_runs(path: Path) -> list[Run]:
-    """The runs in a file of results.
-
-    Raises:
-        BenchError: if it is something else.
-    """
-    try:
-        runs: list[Run] = json.loads(path.read_text())["runs"]
-    except (ValueError, KeyError, TypeError):
-        raise BenchError(
-            f"{path} is not a file of results; give another --out"
-        ) from None
-    return runs
-
-
 class Results:
     """A file of results that is being measured."""
 
     def __init__(self, path: Path, benchmark: str) -> None:
+        """Read the file, if there is one.
+
+        Raises:
+            BenchError: if it is something else.
+        """
         self.path = path
         self.data: dict[str, Any] = {"benchmark": benchmark, "runs": []}
         if path.exists():
-            self.data["runs"] = read_runs(path)
+            try:
+                self.data["runs"] = json.loads(path.read_text())["runs"]
+            except (ValueError, KeyError, TypeError):
+                message = f"{path} is not a file of results; give another --out"
+                raise BenchError(message) from None
 
     def run_of(self, options: dict[str, Any], contenders: dict[str, Any]) -> Run:
         """The run with these options and systems on this machine: a stopped one, or a new one."""
-        facts = {**provenance(), "options": options, "contenders": contenders}
-        run: Run = json.loads(json.dumps({**facts, "failures": {}, "turns": []}))
+        facts = provenance(
+            options=options, contenders=contenders, failures={}, turns=[]
+        )
+        run: Run = json.loads(json.dumps(facts))
         for earlier in self.data["runs"]:
             if all(earlier.get(name) == run[name] for name in SAME):
                 return earlier

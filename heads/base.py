@@ -8,14 +8,13 @@ kind's own fields stand beside speculators' keys.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.measured import Parts, Setting, Work
+from vllm_ppd.heads.measured import Parts, Setting
 from vllm_ppd.heads.training.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ KINDS: dict[
 ] = {}  # the kinds imported so far; kinds.py imports all of them
 
 Shapes = dict[str, list[int]]
-# In all tensors together; whole classifiers of a large vocabulary have about 2^33
-MOST_NUMBERS = 1 << 35
 MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
@@ -62,34 +59,14 @@ class TargetLayers(BaseModel):
 
 
 class Calibrated(BaseModel):
-    """Measurements of `ppd calibrate` on one device, which are valid for that device only."""
+    """What earlier versions of `ppd calibrate` measured on one device, which is valid for
+    that device only.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    device: str = Field(
-        min_length=1, max_length=200, description="name of the device that was measured"
-    )
-    num_speculative_tokens_per_batch_size: list[
-        Annotated[
-            list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]],
-            Field(min_length=3, max_length=3),
-        ]
-    ] = Field(
-        min_length=1,
-        max_length=1024,
-        description="[first batch size, last batch size, drafts], as in vLLM",
-    )
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Calibrated:
-        expected = 1
-        for first, last, drafts in self.num_speculative_tokens_per_batch_size:
-            if first != expected or last < first or drafts > MOST_DRAFTS:
-                raise ValueError(
-                    "num_speculative_tokens_per_batch_size must have ranges from 1 "
-                    f"on without gaps, with at most {MOST_DRAFTS} drafts"
-                )
-            expected = last + 1
-        return self
+    model_config = ConfigDict(strict=True)
+    device: str
+    # [first batch size, last batch size, drafts], as in vLLM
+    num_speculative_tokens_per_batch_size: list[list[int]] = Field(min_length=1)
 
 
 class HeadsConfig(BaseModel, ABC):
@@ -136,25 +113,21 @@ class HeadsConfig(BaseModel, ABC):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        KINDS[cls.kind] = cls
+        if hasattr(cls, "kind"):  # not one that kinds derive from
+            KINDS[cls.kind] = cls
 
     @model_validator(mode="after")
     def _bounded(self) -> HeadsConfig:
-        if self.draft_vocab_size is not None:
-            if self.counts_tensor is None:
-                raise ValueError(
-                    "draft_vocab_size needs token counts, which these heads do not have"
-                )
-            if self.draft_vocab_size > self.target.vocab_size:
-                raise ValueError(
-                    "draft_vocab_size is more than the vocabulary of "
-                    f"{self.target.vocab_size}"
-                )
-        numbers = sum(map(math.prod, self.shapes().values()))
-        if numbers > MOST_NUMBERS:
+        if self.draft_vocab_size is None:
+            return self
+        if self.counts_tensor is None:
             raise ValueError(
-                f"these heads would have {numbers:.1e} numbers, more than the "
-                f"{MOST_NUMBERS:,} allowed"
+                "draft_vocab_size needs token counts, which these heads do not have"
+            )
+        if self.draft_vocab_size > self.target.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is more than the vocabulary of "
+                f"{self.target.vocab_size}"
             )
         return self
 
@@ -167,29 +140,8 @@ class HeadsConfig(BaseModel, ABC):
         """A description of the heads in a few words."""
 
     @abstractmethod
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
-        """What drafting reads per step.
-
-        Args:
-            drafts: of a step.
-            vocabulary: share of it that is drafted.
-            exit_layer: where drafts are read, by heads that have a choice (None: the
-                exit that they recommend).
-        """
-
-    @abstractmethod
-    def settings(self, parts: Any, greedy: bool) -> Iterator[Setting]:
-        """Every setting in the kind's parts, on greedy texts or on sampled ones."""
-
-    def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
-        """(Layer, k, whether by heads, share of tokens among the k best there), by
-        which a worker group is planned.
-
-        None for kinds that read no exit layers.
-        """
-        return None
+    def settings(self, parts: Any) -> Iterator[Setting]:
+        """Every setting of trained heads in the kind's parts, on sampled texts."""
 
     @property
     def recommended(self) -> dict[str, Any]:

@@ -39,8 +39,9 @@ def write_card(
         facts = provenance_of(folder)
     except HeadsError:  # the heads were not trained here
         facts = Provenance(command="", time="not known")
-    body = _body(config, facts, calibration)
-    if not path.exists():
+    if path.exists():
+        card = path.read_text(encoding="utf-8")
+    else:
         data = ModelCardData(
             license=facts.options.get("license", "other"),
             library_name="vllm",
@@ -48,11 +49,11 @@ def write_card(
             base_model=config.verifier if hub_name(config.verifier) else None,
             tags=["speculative-decoding", "vllm-ppd", "speculators", config.kind],
         )
-        write_text(path, f"---\n{data.to_yaml()}\n---\n{BEGIN}\n\n{body}\n\n{END}\n")
-        return
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        card = f"---\n{data.to_yaml()}\n---\n{BEGIN}{END}\n"
+    before, begin, rest = card.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
+        body = _body(config, facts, calibration)
         write_text(path, f"{before}{BEGIN}\n\n{body}\n\n{END}{after}")
 
 
@@ -60,40 +61,31 @@ def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> st
     name = shown_target(config)
     target = config.target
     served = name if hub_name(config.verifier) else "TARGET"
-    held_out = [
-        f"- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
+    held_out = "".join(
+        f"\n- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
         for key, value in facts.held_out_after.items()
-    ]
-    lines = [
-        f"# {config.kind} heads for {name}",
-        "",
-        "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts "
-        "tokens of the target",
-        "model, through the plugin `vllm-ppd`. The target verifies every draft, so "
-        "the output keeps its",
-        "distribution, up to rounding.",
-        "",
-        f"- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, "
-        f"hidden size {target.hidden_size}, vocabulary {target.vocab_size})",
-        f"- heads: {config.kind}: {config.describe()}, {config.dtype}",
-        f"- recommended drafts per step: {config.num_speculative_tokens}",
-        f"- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens",
-        *held_out,
-        "",
-        f"    vllm serve {served} --speculative-model HEADS    # this repository, or "
-        "a folder with its files",
-        "",
-        "## Calibration",
-        "",
-        calibration or "Not calibrated (`ppd calibrate`).",
-    ]
-    return "\n".join(lines)
+    )
+    return f"""\
+# {config.kind} heads for {name}
+
+Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target
+model, through the plugin `vllm-ppd`. The target verifies every draft, so the output keeps its
+distribution, up to rounding.
+
+- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, \
+hidden size {target.hidden_size}, vocabulary {target.vocab_size})
+- heads: {config.kind}: {config.describe()}, {config.dtype}
+- recommended drafts per step: {config.num_speculative_tokens}
+- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens{held_out}
+
+    vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files
+
+## Calibration
+
+{calibration or "Not calibrated (`ppd calibrate`)."}"""
 
 
 def shown_target(config: HeadsConfig) -> str:
     """The name of the target without the folders of the disk that it was on."""
-    return (
-        Path(config.verifier).name
-        if os.path.isabs(config.verifier)
-        else config.verifier
-    )
+    name = config.verifier
+    return os.path.basename(name) if os.path.isabs(name) else name

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
 from pydantic_core import from_json
 from safetensors import SafetensorError
 
@@ -22,39 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 
-def check_is_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a name that is no folder on this disk.
-
-    Raises:
-        HeadsError: if there is none, or if it is a file.
-    """
-    name = os.fspath(folder)
-    if not os.path.isdir(name):
-        raise HeadsError(
-            f"heads folder {quoted(name)} does not exist; give a folder with "
-            "config.json"
-        )
-
-
 def read_json_object(
-    path: Path, most: int, instead: str = "write the heads again"
+    path: Path, instead: str = "write the heads again"
 ) -> dict[str, Any]:
-    """The object in a JSON file of at most `most` bytes.
+    """The object in a JSON file.
 
     Raises:
         MissingFile: if there is no such file.
-        HeadsError: if it is too large or holds no JSON object; `instead` says what to
-            do then.
+        HeadsError: if it holds no JSON object; `instead` says what to do then.
     """
     if not path.is_file():
         folder = quoted(str(path.parent))
         raise MissingFile(
             f"heads folder {folder} has no {path.name}; is this the right folder?"
-        )
-    size = path.stat().st_size
-    if size > most:
-        raise HeadsError(
-            f"{named(path)} has {size:,} bytes, more than {most:,}; {instead}"
         )
     try:
         data = from_json(path.read_bytes())
@@ -70,23 +49,13 @@ def read_json_object(
     return data
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's problems: which field, and what is wrong with it."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    message = shortened(problem["msg"].removeprefix("Value error, "), 120)
-    field = shortened(".".join(map(str, problem["loc"])), LONGEST_VALUE)
-    return f"{field}: {message}" if field else message
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replaced(path) as new:
         new.write_text(text, encoding="utf-8")
 
 
-def write_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
-) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file whole or not at all.
 
     Raises:
@@ -96,7 +65,7 @@ def write_tensors(
 
     try:
         with replaced(path) as new:
-            save_file(tensors, new, metadata=metadata)
+            save_file(tensors, new, {"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
 
@@ -123,11 +92,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def digest_of_value(value: Any) -> str:

@@ -7,7 +7,7 @@ endpoint apply.
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -76,8 +76,14 @@ def folder_of(name: str | os.PathLike[str], file: str) -> str:
     return os.path.dirname(path)
 
 
-def whole_folder(name: str | os.PathLike[str]) -> str:
+def whole_folder(
+    name: str | os.PathLike[str], files: Sequence[str] = ("*.json", "*.safetensors")
+) -> str:
     """The folder of heads on this disk, with all of their files.
+
+    Args:
+        name: a folder, which is returned as it is, or a name on the Hub.
+        files: patterns of the names of files.
 
     Raises:
         HeadsError: as folder_of.
@@ -91,7 +97,7 @@ def whole_folder(name: str | os.PathLike[str]) -> str:
         return snapshot_download(
             repository.repo,
             revision=repository.revision,
-            allow_patterns=["*.json", "*.safetensors"],
+            allow_patterns=list(files),
             ignore_patterns="*/*",  # the base model that the full recipe writes
             token=_token.get(),
         )
@@ -120,39 +126,6 @@ def pinned(name: str | os.PathLike[str], file: str) -> str:
     return str(HubName(repository.repo, Path(folder_of(name, file)).name))
 
 
-def remote_tensors(
-    name: str, beside: Iterable[str]
-) -> dict[str, tuple[str, list[int], str]]:
-    """File, shape and dtype of each tensor of heads on the Hub, from the files' headers
-    alone.
-
-    Args:
-        name: of the heads.
-        beside: further safetensors files that they have.
-
-    Raises:
-        HeadsError: as folder_of, or if a file is not safetensors.
-    """
-    from huggingface_hub import HfApi
-
-    repository = hub_name(name)
-    assert repository is not None
-    with _errors_in_a_line(repository):
-        api = HfApi(token=_token.get())
-        files = api.get_safetensors_metadata(
-            repository.repo, revision=repository.revision
-        ).files_metadata
-        for file in beside:
-            files[file] = api.parse_safetensors_file_metadata(
-                repository.repo, file, revision=repository.revision
-            )
-    return {
-        tensor: (file, list(info.shape), str(info.dtype))
-        for file, header in files.items()
-        for tensor, info in header.tensors.items()
-    }
-
-
 @contextmanager
 def _errors_in_a_line(repository: HubName) -> Iterator[None]:
     from huggingface_hub.errors import RemoteEntryNotFoundError
@@ -160,8 +133,9 @@ def _errors_in_a_line(repository: HubName) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # also of huggingface_hub's HTTP client
-        kind = (
-            MissingFile if isinstance(error, RemoteEntryNotFoundError) else HeadsError
-        )
-        what = f"{quoted(str(repository))} is not a folder, and cannot be read from the Hub"
-        raise kind(f"{what}: {error}") from None
+        is_missing = isinstance(error, RemoteEntryNotFoundError)
+        kind = MissingFile if is_missing else HeadsError
+        raise kind(
+            f"{quoted(str(repository))} is not a folder, and cannot be read from the "
+            f"Hub: {error}"
+        ) from None

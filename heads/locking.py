@@ -9,17 +9,15 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.text import place
 
 
 class InUse(HeadsError):
     """A folder or file that another process is writing."""
 
 
-@contextlib.contextmanager
 def writing_folder(
     folder: str | os.PathLike[str], named: str = "--out"
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Become the only writer of a folder, which is made if it is missing.
 
     Args:
@@ -30,22 +28,19 @@ def writing_folder(
         InUse: if another process is writing it.
         HeadsError: if it cannot be made or written.
     """
-    folder = Path(folder)
-    with _locked(folder / ".lock", f"{named} {place(folder)}"):
-        yield
+    return _locked(Path(folder) / ".lock", f"{named} {folder}")
 
 
-@contextlib.contextmanager
-def writing_file(path: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
+def writing_file(
+    path: str | os.PathLike[str], named: str = "--out"
+) -> contextlib.AbstractContextManager[None]:
     """Become the only writer of a file; its folder is made if it is missing.
 
     Raises:
         InUse, HeadsError: as writing_folder.
     """
-    path = Path(path)
-    real = path.resolve()
-    with _locked(real.with_name(f".{real.name}.lock"), f"{named} {place(path)}"):
-        yield
+    real = Path(path).resolve()
+    return _locked(real.with_name(f".{real.name}.lock"), f"{named} {path}")
 
 
 @contextlib.contextmanager

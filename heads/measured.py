@@ -6,18 +6,14 @@ Reading needs no torch. Reports and plans read these parts; figures that only re
 show are stored untyped.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[int, Field(ge=1, le=10**9, strict=False)]  # JSON's keys are strings
-Seconds = Annotated[
-    dict[Number, Annotated[float, Field(ge=1e-12, le=1e6)]],
-    Field(min_length=1, max_length=256),
-]
 T = TypeVar("T")
 
 
@@ -27,17 +23,9 @@ class Stored(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class Timed(Stored):
-    """Median seconds by batch size."""
-
-    layer: Seconds
-    lm_head: Seconds
-
-
 class Timing(Stored):
     """What gives the cost of drafts relative to a pass of the target."""
 
-    seconds: Timed | None = None  # measured by earlier calibrations
     lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
     # A d x d matrix relative to a decoder layer; missing in early calibrations
     transform_in_layers: Amount = 0.0
@@ -58,10 +46,6 @@ class ByDrafts(Stored):
     """Counts with 1, 2, ... drafts per step."""
 
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
-    repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
-    # Drafts accepted per step at each position
-    by_category: dict[str, list[Share]] = Field(default_factory=dict)
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
@@ -75,47 +59,47 @@ ByTexts = Annotated[
 ]
 
 
-def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
-    """The part measured on greedy texts, or on the sampled ones."""
-    (name,) = (name for name in by_texts if (name == "greedy") == greedy)
+def sampled(by_texts: Mapping[str, T]) -> T:
+    """The part measured on sampled texts."""
+    (name,) = by_texts.keys() - {"greedy"}
     return by_texts[name]
 
 
 class Parts(Stored):
-    """The parts of a calibration; each kind adds its own. They are validated with
-    `num_layers` of the target.
-    """
+    """The parts of a calibration; each kind adds its own."""
 
     timing: Timing
 
 
-class Work(NamedTuple):
-    """What the drafts of a step read, in addition to a full pass of the target."""
+class PartsByVocabulary(Parts, Generic[T]):
+    """The parts of heads that draft from a vocabulary."""
 
-    layers: float = 0.0  # decoder layers
-    matrices: float = 0.0  # d x d matrices of the heads
-    reads: float = 0.0  # reads of the whole LM head
-    rows: int = 1  # hidden states of a request in each such read
+    acceptance: ByTexts[T]  # with the whole vocabulary
+    # On sampled texts, by the size of the draft vocabulary
+    vocabulary: dict[Number, T] = Field(default_factory=dict)
+
+    def by_vocabulary(self) -> Iterator[tuple[int | None, T]]:
+        """What was measured on sampled texts, by size (None: the whole vocabulary)."""
+        yield None, sampled(self.acceptance)
+        yield from self.vocabulary.items()
+
+    def by_name(self) -> dict[str, T]:
+        """What was measured, by a name for reports."""
+        by_name = dict(self.acceptance)
+        for size, by in self.vocabulary.items():
+            by_name[f"sampled, from {size} tokens"] = by
+        return by_name
 
 
 class Setting(NamedTuple):
     """A calibrated setting of drafting with heads, its cost, and its accepted drafts."""
 
     options: dict[str, Any]  # fields of the heads' configuration
-    drafts: int  # most drafts per cycle, n
-    drafted: float  # drafts per cycle, on average
     length: float  # tokens per cycle
-    # Decoder layers that drafting adds to a pass, the heads' own d x d transforms among
+    # Decoder layers that drafting adds to a pass, the heads' own d x d matrices among
     # them
     layers: float
     reads: float  # reads of the whole LM head that it adds
-    rows: int = 1  # hidden states of a request in each such read
-    exit_layer: int | None = None  # layer at which early drafts are read
-    trained: bool = True  # whether heads draft
-    served: dict[str, Any] | None = (
-        # The server's options for this setting (None: only the heads can specify it)
-        None
-    )
 
     def cycle(self, num_layers: int, head_share: float) -> float:
         """Work of a cycle in full passes at batch 1, where memory bandwidth is the

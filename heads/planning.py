@@ -21,12 +21,12 @@ def recommend(config: HeadsConfig, parts: Parts) -> dict[str, Any]:
         measured.
     """
     best: dict[str, Any] = {"predicted_speedup": 0.0}
-    for setting in config.settings(parts, greedy=False):
+    for setting in config.settings(parts):
         passes = setting.cycle(
             config.target.num_hidden_layers, parts.timing.lm_head_share
         )
         speedup = round(setting.length / passes, 4)
-        if setting.trained and speedup > best["predicted_speedup"]:
+        if speedup > best["predicted_speedup"]:
             best = dict(setting.options)
             best["acceptance_length"] = setting.length
             best["cycle_in_passes"] = round(passes, 4)

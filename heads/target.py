@@ -29,11 +29,7 @@ LM_HEAD_NAMES = (
 TOKENIZER_NAME = "tokenizer.json"
 SAMPLED_ROWS = 64
 # As safetensors names them; float32 holds their values exactly
-DTYPES = (
-    "F32",
-    "BF16",
-    "F16",
-)
+DTYPES = ("F32", "BF16", "F16")
 
 
 def find_target(name: str, folder: str | os.PathLike[str]) -> str:
@@ -51,11 +47,9 @@ def find_target(name: str, folder: str | os.PathLike[str]) -> str:
         name on the Hub); else a path.
     """
     path = _from(folder, name) if name else None
-    return (
-        name
-        if path is None or (_is_model(name) and os.path.samefile(name, path))
-        else path
-    )
+    if path is None or (_is_model(name) and os.path.samefile(name, path)):
+        return name
+    return path
 
 
 def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
@@ -65,11 +59,8 @@ def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
     if os.path.isabs(name) or not _is_model(name):
         return name
     path = _from(folder, name)
-    return (
-        name
-        if path is not None and os.path.samefile(name, path)
-        else os.path.abspath(name)
-    )
+    is_found = path is not None and os.path.samefile(name, path)
+    return name if is_found else os.path.abspath(name)
 
 
 def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -> None:
@@ -84,38 +75,34 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     Raises:
         HeadsError: naming the target, where it was looked for, and what to do instead.
     """
+    heads = f"the heads in {quoted(os.fspath(folder))}"
+    if not target:
+        raise HeadsError(f"{heads} do not name their target; {instead}")
+    if not _is_model(target) and not _may_be_on_hub(target):
+        raise HeadsError(
+            f"target {quoted(target)} of {heads} was not found there, in the folders "
+            f"above, or in the current folder; {instead}"
+        )
+
+
+def _may_be_on_hub(name: str) -> bool:
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    if not target:
-        raise HeadsError(
-            f"the heads in {quoted(os.fspath(folder))} do not name their target; "
-            f"{instead}"
-        )
-    if _is_model(target):
-        return
     try:
-        validate_repo_id(target)
-        if not constants.HF_HUB_OFFLINE or isinstance(
-            try_to_load_from_cache(target, "config.json"), str
-        ):
-            return
+        cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError:
-        pass
-    raise HeadsError(
-        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} was not "
-        f"found there, in the folders above, or in the current folder; {instead}"
-    )
+        return False
+    return not constants.HF_HUB_OFFLINE or isinstance(cached, str)
 
 
 def _from(folder: str | os.PathLike[str], name: str) -> str | None:
     """The path of a model by that name in a folder or in one above it; None if there is none."""
     here = Path(folder).resolve()
-    return next(
-        (str(base / name) for base in (here, *here.parents) if _is_model(base / name)),
-        None,
-    )
+    for base in (here, *here.parents):
+        if _is_model(base / name):
+            return str(base / name)
+    return None
 
 
 def _is_model(path: str | os.PathLike[str]) -> bool:
@@ -128,32 +115,30 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
     A hash is None if the folder lacks its files.
     """
     folder = Path(model_folder)
-    tokenizer = folder / TOKENIZER_NAME
-    hashes = tokenizer_hashes(tokenizer) if tokenizer.is_file() else {}
-    return TargetFingerprint(**hashes, lm_head=_lm_head_hash(folder))
+    return TargetFingerprint(
+        vocabulary=vocabulary_hash(folder / TOKENIZER_NAME),
+        lm_head=_lm_head_hash(folder),
+    )
 
 
-def tokenizer_hashes(file: Path) -> dict[str, Any]:
-    """The tokenizer's field of a fingerprint, from a tokenizer.json.
+def vocabulary_hash(tokenizer: Path) -> str | None:
+    """The hash of the map from tokens to ids in a tokenizer.json.
 
-    The map from tokens to ids is hashed, as versions of transformers write the same
-    tokenizer to different files. It is None for a file with another layout.
+    Versions of transformers write the same tokenizer to different files. It is None for
+    a file that is missing or has another layout.
     """
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(tokenizer.read_bytes())
         known = content["model"]["vocab"]
         if isinstance(known, dict):
             ids = {(number, word) for word, number in known.items()}
         else:
             ids = {(number, word) for number, (word, *_) in enumerate(known)}
-        ids |= {
-            (token["id"], token["content"])
-            for token in content.get("added_tokens") or []
-        }
-    except (ValueError, TypeError, KeyError):
-        return {"vocabulary": None}
-    text = json.dumps(sorted(ids))
-    return {"vocabulary": hashlib.sha256(text.encode()).hexdigest()}
+        for token in content.get("added_tokens") or []:
+            ids.add((token["id"], token["content"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest()
 
 
 def _lm_head_hash(folder: Path) -> str | None:
@@ -165,11 +150,14 @@ def _lm_head_hash(folder: Path) -> str | None:
     """
     import torch
 
-    files = _tensor_files(folder)
+    files: dict[str, Path] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
-    if name is None or not (folder / files[name]).is_file():
+    if name is None:
         return None
-    with safe_open(folder / files[name], framework="pt") as file:
+    with safe_open(files[name], framework="pt") as file:
         rows = file.get_slice(name)
         shape = rows.get_shape()
         dtype = rows.get_dtype()
@@ -180,41 +168,23 @@ def _lm_head_hash(folder: Path) -> str | None:
     return hashlib.sha256(f"{shape} {dtype}".encode() + values).hexdigest()
 
 
-def _tensor_files(model_folder: Path) -> dict[str, str]:
-    """The file of each tensor of a safetensors checkpoint, by name; empty without such
-    a checkpoint.
-    """
-    index = model_folder / "model.safetensors.index.json"
-    whole = model_folder / "model.safetensors"
-    if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
-    if not whole.is_file():
-        return {}
-    with safe_open(whole, framework="np") as file:
-        return dict.fromkeys(file.keys(), whole.name)
-
-
 def check_target(
     config: HeadsConfig,
     folder: str | os.PathLike[str],
-    *,
-    hidden_size: int,
-    vocab_size: int,
-    num_hidden_layers: int,
+    target: Any,
     fingerprint: TargetFingerprint,
     strict: bool = False,
 ) -> str | None:
-    """Refuse heads of a target with other sizes or another vocabulary, naming the field
-    that differs.
+    """Compare heads with a target.
 
     Args:
         config: of the heads.
-        folder: theirs.
-        hidden_size, vocab_size, num_hidden_layers: of the target at hand.
-        fingerprint: of the target at hand.
-        strict: whether to refuse other weights, too. Drafts of a fine-tune or of a copy
-            in another dtype are verified, so they need no refusal, but measurements
-            belong to the target that the heads name.
+        folder: the heads folder, for the message.
+        target: transformers' configuration of the target's text model.
+        fingerprint: of the target.
+        strict: refuse another LM head. Drafts of a fine-tune or of a copy in another
+            dtype are verified, so they need no refusal, but measurements belong to the
+            target that the heads name.
 
     Returns:
         A sentence about other weights, for a warning; None if they are the same, or
@@ -223,28 +193,36 @@ def check_target(
     Raises:
         HeadsError: on the first difference.
     """
-    sizes = {
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": num_hidden_layers,
-    }
-    named = quoted(config.verifier)
-    other = f"heads in {quoted(str(folder))} were trained for another target ({named})"
-    for field, value in sizes.items():
-        trained_for = getattr(config.target, field)
-        if trained_for not in (0, value):
-            problem = f"{field} is {trained_for} there, but {value} in this model"
-            raise HeadsError(f"{other}: {problem}; use the heads of this model")
-    ours = config.fingerprint
-    if _differ(ours.vocabulary, fingerprint.vocabulary):
-        raise HeadsError(
-            f"{other}: the hash of its vocabulary differs; use the heads of this model"
-        )
-    if not _differ(ours.lm_head, fingerprint.lm_head):
+    other = (
+        f"heads in {quoted(str(folder))} were trained for another target "
+        f"({quoted(config.verifier)})"
+    )
+    instead = "use the heads of this model"
+    for field in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        theirs = getattr(target, field)
+        ours = getattr(config.target, field)
+        if ours not in (0, theirs):
+            problem = f"{field} is {ours} there, but {theirs} in this model"
+            raise HeadsError(f"{other}: {problem}; {instead}")
+    if _differ(config.fingerprint.vocabulary, fingerprint.vocabulary):
+        raise HeadsError(f"{other}: the hash of its vocabulary differs; {instead}")
+    layer = config.layer_shapes
+    expected = None if layer is None else decoder_layer(target)
+    if layer is not None and expected is not None:
+        for name in sorted({*layer, *expected}):
+            shape = layer.get(name, "none")
+            wanted = expected.get(name, "none")
+            if shape != wanted:
+                problem = f"{quoted(name)} has shape {shape} there, but {wanted}"
+                raise HeadsError(f"{other}: {problem} in this model; {instead}")
+    if not _differ(config.fingerprint.lm_head, fingerprint.lm_head):
         return None
-    weights = f"{other}: its lm_head has other values (a fine-tune, or a copy in another dtype)"
+    weights = (
+        f"{other}: its lm_head has other values (a fine-tune, or a copy in another "
+        "dtype)"
+    )
     if strict:
-        raise HeadsError(f"{weights}; use the heads of this model")
+        raise HeadsError(f"{weights}; {instead}")
     return (
         f"{weights}. Drafts are verified, so the output is right, but fewer may be "
         "accepted than calibrated"
@@ -284,46 +262,7 @@ def check_on_disk(
         ).get_text_config()
     except (OSError, ValueError):
         return None
-    weights = check_target(
-        config,
-        folder,
-        hidden_size=text.hidden_size,
-        vocab_size=text.vocab_size,
-        num_hidden_layers=text.num_hidden_layers,
-        fingerprint=fingerprint(target),
-        strict=strict,
-    )
-    check_layers(config, folder, text)
-    return weights or ""
-
-
-def check_layers(
-    config: HeadsConfig, folder: str | os.PathLike[str], target: Any
-) -> None:
-    """Refuse heads with decoder layers that differ from the target's.
-
-    Args:
-        config: of the heads; kinds without layers pass.
-        folder: the heads folder.
-        target: transformers' configuration of the target's text model.
-
-    Raises:
-        HeadsError: naming the first tensor that is missing, unknown, or of another
-            shape.
-    """
-    shapes = config.layer_shapes
-    expected = None if shapes is None else decoder_layer(target)
-    if shapes is None or expected is None:
-        return
-    for name in sorted({*shapes, *expected}):
-        ours = shapes.get(name, "none")
-        theirs = expected.get(name, "none")
-        if ours != theirs:
-            problem = f"layer_tensors: {quoted(name)} has shape {ours}, but {theirs} in the target"
-            instead = "use the heads of this model, or train them again"
-            raise HeadsError(
-                f"heads in {quoted(os.fspath(folder))}: {problem}; {instead}"
-            )
+    return check_target(config, folder, text, fingerprint(target), strict) or ""
 
 
 def decoder_layer(target: Any) -> Shapes | None:
@@ -341,10 +280,8 @@ def decoder_layer(target: Any) -> Shapes | None:
     try:
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(target).base_model.layers
-        return {
-            name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
-        }
-    except (
-        Exception
-    ):  # may run any family's code; loading the model reports what is wrong
+    except Exception:  # of any family's code; loading the model reports what is wrong
         return None
+    return {
+        name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+    }

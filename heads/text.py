@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values in messages, on one printable line, and lists of options."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ValidationError
 
 LONGEST_VALUE = 80  # characters
 LONGEST_MESSAGE = 300
@@ -32,39 +32,51 @@ def place(file: Path, line: int | None = None) -> str:
     return str(file) if line is None else f"{file}:{line}"
 
 
+def first_problem(
+    error: ValidationError, named: Callable[[str], str] | None = None
+) -> str:
+    """The first of pydantic's problems, as `field=value: what is wrong`.
+
+    Args:
+        error: of a model.
+        named: maps the field to its name in the message (default: the path of the
+            value).
+    """
+    problem = error.errors(include_url=False, include_context=False)[0]
+    message = shortened(problem["msg"].removeprefix("Value error, "), 120)
+    if not problem["loc"]:  # the message names the fields
+        return message
+    path = [str(part) for part in problem["loc"]]
+    field = ".".join(path) if named is None else named(path[0])
+    if problem["type"] == "missing":
+        return f"{field}: {message}"
+    return f"{field}={quoted(problem['input'])}: {message}"
+
+
 def _split(value: Any) -> Any:
-    return (
-        tuple(item for item in value.replace(" ", "").split(",") if item)
-        if isinstance(value, str)
-        else value
-    )
+    if not isinstance(value, str):
+        return value
+    return tuple(item for item in value.replace(" ", "").split(",") if item)
 
 
 COMMAS = BeforeValidator(_split)
 Integers = Annotated[tuple[int, ...], COMMAS]
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
-Shares = Annotated[
-    tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1), COMMAS
-]
 
 
 def in_words(value: Any) -> str:
     """A JSON value on one line without its brackets: lists with commas, objects as
     `name: value`.
     """
-    if value is None:
+    if value in (None, [], {}):
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return (
-            ", ".join(f"{name}: {in_words(item)}" for name, item in value.items())
-            or "none"
-        )
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(map(in_words, value)) or "none"
+        return ", ".join(f"{name}: {in_words(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(in_words, value))
     return str(value)
 
 
@@ -73,30 +85,11 @@ def percent(value: float) -> str:
 
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; columns are padded to their widest cell, those of numbers on the left."""
+    """A Markdown table of names, on the left, and numbers."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    columns = []
-    for title, *column in zip(*cells, strict=True):
-        width = max(3, len(title), *map(len, column))
-        if all(map(_is_number, column)):
-            rule = "-" * (width - 1) + ":"
-            columns.append(
-                [title.rjust(width), rule, *(cell.rjust(width) for cell in column)]
-            )
-        else:
-            columns.append(
-                [
-                    title.ljust(width),
-                    "-" * width,
-                    *(cell.ljust(width) for cell in column),
-                ]
-            )
-    return "\n".join(f"| {' | '.join(row)} |" for row in zip(*columns, strict=True))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text.rstrip("%x") or "0")
-    except ValueError:
-        return text == "-"
-    return True
+    first, *others = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for name, *numbers in cells:
+        lines.append([name.ljust(first), *map(str.rjust, numbers, others)])
+    lines.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

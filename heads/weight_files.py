@@ -5,9 +5,8 @@ files beside them.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -19,39 +18,13 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # Holds the counts of heads whose published weights are not changed
 COUNTS_NAME = "token_counts.safetensors"
-LONGEST_INDEX = 16 << 20  # bytes
 
 
-class Stored(NamedTuple):
-    """A tensor as the header of its file describes it."""
-
-    path: Path
-    shape: list[int]
-    dtype: str  # as safetensors names it
-
-
-def file_names(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the weights' files in a folder: the shards if there is an index and
-    no whole file.
-
-    Raises:
-        HeadsError: if the index is damaged.
-    """
-    index = Path(folder, INDEX_NAME)
-    if Path(folder, WEIGHTS_NAME).exists() or not index.exists():
-        return [WEIGHTS_NAME]
-    places = read_json_object(index, LONGEST_INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise HeadsError(
-            f"{named(index)} has no weight_map; copy or write the heads again"
-        )
-    return sorted(set(map(str, places.values())))
-
-
-def stored_tensors(
+def opened_files(
     folder: str | os.PathLike[str], beside: Sequence[str] = ()
-) -> dict[str, Stored]:
-    """Every tensor in the files of a folder's weights, by its name in the file.
+) -> Iterator[Any]:
+    """Open each file of a folder's weights: the shards if there is an index and no
+    whole file.
 
     Args:
         folder: of the heads.
@@ -61,29 +34,29 @@ def stored_tensors(
         MissingFile: if a file is missing; pickles are never loaded.
         HeadsError: if a file is damaged.
     """
-    there = [name for name in beside if Path(folder, name).exists()]
-    tensors: dict[str, Stored] = {}
-    for name in [*file_names(folder), *there]:
+    names = [WEIGHTS_NAME]
+    index = Path(folder, INDEX_NAME)
+    if index.exists() and not Path(folder, WEIGHTS_NAME).exists():
+        places = read_json_object(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise HeadsError(
+                f"{named(index)} has no weight_map; copy or write the heads again"
+            )
+        names = sorted(set(map(str, places.values())))
+    names += [name for name in beside if Path(folder, name).exists()]
+    for name in names:
         path = Path(folder, name)
         if not path.is_file():
             raise MissingFile(
                 f"heads folder {quoted(str(folder))} has no {name}; save the heads as "
                 "safetensors"
             )
-        with damage_in_a_line(path), safe_open(path, framework="np") as file:
-            for tensor in file.keys():  # noqa: SIM118 (no mapping)
-                rows = file.get_slice(tensor)
-                tensors[tensor] = Stored(path, rows.get_shape(), rows.get_dtype())
-    return tensors
-
-
-@contextmanager
-def damage_in_a_line(path: Path) -> Iterator[None]:
-    """Turn errors about damaged files into a HeadsError."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        problem = f"is not whole safetensors ({shortened(str(error), LONGEST_VALUE)})"
-        raise HeadsError(
-            f"{named(path)} {problem}; copy or write the heads again"
-        ) from None
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            reason = shortened(str(error), LONGEST_VALUE)
+            raise HeadsError(
+                f"{named(path)} is not whole safetensors ({reason}); copy or write "
+                "the heads again"
+            ) from None

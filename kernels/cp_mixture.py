@@ -11,16 +11,11 @@ natural.
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import INVALID, Sampling, draw_rows
+from vllm_ppd.kernels.sampling import INVALID, Sampling, at_least_float32, draw_rows
 
 # Floor of an expert's log-probability of a token; it keeps the weights finite where
 # experts rule the token out.
 RULED_OUT = -1e5
-
-
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32; float64 stays float64."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def posterior(
@@ -36,42 +31,6 @@ def posterior(
     updated = prior + at_least_float32(log_factor)
     ruled_out = updated.amax(dim=-1, keepdim=True) == float("-inf")
     return torch.log_softmax(torch.where(ruled_out, prior, updated), dim=-1)
-
-
-def chain_log_likelihood(
-    log_weights: torch.Tensor,  # [rows, r]
-    log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
-) -> torch.Tensor:
-    """log P(x_s | x_1..x_{s-1}) for every s, the terms of eq. 9: [rows, n]."""
-    return conditional_log_probs(log_weights, log_factors.unsqueeze(-1)).squeeze(-1)
-
-
-def conditional_log_probs(
-    log_weights: torch.Tensor,  # [rows, r]
-    # [rows, n, r, k], at k tokens of each position, the observed one first
-    log_factors: torch.Tensor,
-    known: torch.Tensor
-    # [rows, n] bool: where the observed token is in the vocabulary (None: all)
-    | None = None,
-) -> torch.Tensor:
-    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; unknown observed
-    tokens leave the weights alone.
-    """
-    terms = []
-    for position, factor in enumerate(log_factors.unbind(dim=1)):
-        terms.append(
-            torch.logsumexp(
-                at_least_float32(log_weights)[..., None] + at_least_float32(factor),
-                dim=1,
-            )
-        )
-        seen = (
-            factor[..., 0]
-            if known is None
-            else factor[..., 0].where(known[:, position, None], 0.0)
-        )
-        log_weights = posterior(log_weights, seen)
-    return torch.stack(terms, dim=1)
 
 
 def mixture(
@@ -92,10 +51,29 @@ def mixture(
     )
 
 
+def conditional_log_probs(
+    log_weights: torch.Tensor,  # [rows, r]
+    # [rows, n, r, k], at k tokens of each position, the observed one first
+    log_factors: torch.Tensor,
+    # [rows, n] bool: where the observed token is in the vocabulary (None: all)
+    known: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """log P(x | x_1..x_{s-1}) of each of the k tokens, the terms of eq. 9 for the
+    observed ones: [rows, n, k]. Unknown observed tokens leave the weights alone.
+    """
+    terms = []
+    for position, factors in enumerate(log_factors.unbind(dim=1)):
+        terms.append(mixture(log_weights, factors))
+        observed = factors[..., 0]
+        if known is not None:
+            observed = observed.where(known[:, position, None], 0.0)
+        log_weights = posterior(log_weights, observed)
+    return torch.stack(terms, dim=1)
+
+
 def balance_loss(
     log_weights: torch.Tensor,  # [tokens, r]
-    valid: torch.Tensor
-    | None = None,  # [tokens] bool: the tokens that count (None: all)
+    valid: torch.Tensor | None = None,  # [tokens] bool: the tokens that count
 ) -> torch.Tensor:
     """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest
     weight (eq. 10): a scalar.
@@ -111,9 +89,8 @@ def balance_loss(
         return at_least_float32(log_weights).sum()
     weights = at_least_float32(log_weights).exp()
     soft = weights.mean(dim=0)
-    hard = (
-        functional.one_hot(weights.argmax(dim=-1), rank).to(weights.dtype).mean(dim=0)
-    )
+    assigned = functional.one_hot(weights.argmax(dim=-1), rank)
+    hard = assigned.to(weights.dtype).mean(dim=0)
     return (hard + (soft - soft.detach()) - 1 / rank).square().sum()
 
 
@@ -122,12 +99,12 @@ def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before the first position
     # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
     logits: torch.Tensor,
-    first_token: torch.Tensor
-    | None,  # [rows] int64, position 1; -1 where the logits have no entry for it
-    sampling: Sampling
-    | None = None,  # of each row, at the position before the first draft
-    token_ids: torch.Tensor
-    | None = None,  # [vocab] int64, the entries' token IDs; None: 0, 1, ...
+    # [rows] int64, position 1; -1 where the logits have no entry for it
+    first_token: torch.Tensor | None,
+    # of each row, at the position before the first draft
+    sampling: Sampling | None = None,
+    # [vocab] int64, the entries' token IDs; None: 0, 1, ...
+    token_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each draft update the weights
     (section 2.4).
@@ -160,45 +137,34 @@ def draft_chain(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_weights = at_least_float32(log_weights)
     if first_token is not None:
-        seen = _of_token(
-            torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token
-        )
-        seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
+        log_factors = torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype)
+        seen = _of_token(log_factors, first_token).clamp_(min=RULED_OUT)
+        seen.masked_fill_((first_token < 0)[:, None], 0.0)
         # Relative to the best expert, or a token that all experts rule out would round
         # their weights.
         log_weights = log_weights + seen.sub_(seen.amax(dim=-1, keepdim=True))
         logits = logits[:, 1:]
     weights = torch.softmax(log_weights, dim=-1)
-    every = torch.softmax(logits, dim=-1, dtype=dtype)
+    all_factors = torch.softmax(logits, dim=-1, dtype=dtype)
     tokens = []
-    for position, factors in enumerate(every.unbind(dim=1)):
-        here = None if sampling is None else sampling.ahead(position)
-        token = _drawn(weights, factors, here, token_ids)
+    for position, factors in enumerate(all_factors.unbind(dim=1)):
+        probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
+        if sampling is None:
+            peak, best = probs.max(dim=-1)
+            token = torch.where(peak.isfinite(), best, INVALID)
+        else:
+            token = draw_rows(probs.log(), sampling.ahead(position), token_ids)
         tokens.append(token)
-        # A drawn token is possible under some expert
+        # A drawn token is possible under some expert.
         weights = weights * _of_token(factors, token)
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.stack(tokens, dim=1), weights.log()
-
-
-def _drawn(
-    weights: torch.Tensor,
-    factors: torch.Tensor,
-    sampling: Sampling | None,
-    token_ids: torch.Tensor | None,
-) -> torch.Tensor:
-    """Pick an entry [rows] from the mixture of factors [rows, r, vocab]."""
-    probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
-    if sampling is not None:
-        return draw_rows(probs.log(), sampling, token_ids)
-    peak, token = probs.max(dim=-1)
-    return torch.where(peak.isfinite(), token, INVALID)
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """Each expert's factor [rows, r] of a token [rows], from factors [rows, r, vocab];
     arbitrary for INVALID.
     """
-    return factors.gather(
-        -1, token.clamp(min=0)[:, None, None].expand(-1, factors.shape[1], 1)
-    ).squeeze(-1)
+    index = token.clamp(min=0)[:, None, None]
+    index = index.expand(-1, factors.shape[1], 1)
+    return factors.gather(-1, index).squeeze(-1)

@@ -22,13 +22,13 @@ from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.sampling_triton import (
+    INF,
     NOTHING,
     columns_of,
+    draw_next,
     pack,
     values_of,
-    with_seeds,
 )
-from vllm_ppd.kernels.sampling_triton import draw_next as draw_entry
 
 BLOCK_V = 2048  # vocabulary entries per program
 INVALID = tl.constexpr(NO_TOKEN)
@@ -36,21 +36,20 @@ INVALID = tl.constexpr(NO_TOKEN)
 
 @triton.jit
 def _softmax(
-    logits: tl.tensor,
-    maxima: tl.tensor,  # [rows * n * r, parts] float32
-    sums: tl.tensor,  # [rows * n * r, parts] float32
-    vocab: tl.tensor,
-    step: tl.tensor,  # elements from line to line, at least vocab
+    logits,
+    maxima,  # [rows * n * r, parts] float32
+    sums,  # [rows * n * r, parts] float32
+    vocab,
+    step,  # elements from line to line, at least vocab
     BLOCK: tl.constexpr,
-) -> None:
+):
     line = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    values = tl.load(
-        logits + line * step + column, mask=inside, other=float("-inf")
-    ).to(tl.float32)
+    values = tl.load(logits + line * step + column, mask=inside, other=-INF)
+    values = values.to(tl.float32)
     peak = tl.max(values, axis=0)
-    shift = tl.where((peak == float("-inf")) | (peak == float("inf")), 0.0, peak)
+    shift = tl.where(tl.abs(peak) == INF, 0.0, peak)
     at = line * tl.num_programs(1) + tl.program_id(1)
     tl.store(maxima + at, shift)
     tl.store(sums + at, tl.sum(tl.exp(values - shift), axis=0))
@@ -58,81 +57,77 @@ def _softmax(
 
 @triton.jit
 def _sum_up(
-    maxima: tl.tensor,
-    sums: tl.tensor,
-    logsumexp: tl.tensor,
-    parts: tl.tensor,
+    maxima,
+    sums,
+    logsumexp,
+    parts,
     PARTS: tl.constexpr,
-) -> None:
+):
     line = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
-    largest = tl.load(
-        maxima + line * parts + part, mask=part < parts, other=float("-inf")
-    )
+    largest = tl.load(maxima + line * parts + part, mask=part < parts, other=-INF)
     total = tl.load(sums + line * parts + part, mask=part < parts, other=0.0)
     # A part with only -inf has shift 0 and sum 0; NaN stays NaN.
-    peak = tl.max(tl.where(total == 0, float("-inf"), largest), axis=0)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    peak = tl.max(tl.where(total == 0, -INF, largest), axis=0)
+    shift = tl.where(peak == -INF, 0.0, peak)
     scaled = tl.where(total == 0, 0.0, total * tl.exp(largest - shift))
     tl.store(logsumexp + line, tl.log(tl.sum(scaled, axis=0)) + shift)
 
 
 @triton.jit(do_not_specialize=["position"])
 def _mix(
-    logits: tl.tensor,  # [rows, n, r, vocab]
-    logsumexp: tl.tensor,  # [rows, n, r] float32
-    log_weights: tl.tensor,  # [rows, r] float32
-    # [rows, 1, vocab] float32, where rows sample: the logarithm of the mixture
-    drawn: tl.tensor,
-    best: tl.tensor,  # [rows, parts] int64, the key of each part's best entry
-    position: tl.tensor,
-    positions: tl.tensor,
-    rank: tl.tensor,
-    vocab: tl.tensor,
-    step: tl.tensor,
+    logits,  # [rows, n, r, vocab]
+    logsumexp,  # [rows, n, r] float32
+    log_weights,  # [rows, r] float32
+    # [rows, vocab] float32, where rows sample: the logarithm of the mixture
+    mixed,
+    best,  # [rows, parts] int64, the key of each part's best entry
+    position,
+    positions,
+    rank,
+    vocab,
+    step,
     DRAWN: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     mixture = tl.zeros((BLOCK,), tl.float32)
     for expert in tl.static_range(R):
         line = (row * positions + position) * rank + expert
-        values = tl.load(
-            logits + line * step + column, mask=inside, other=float("-inf")
-        ).to(tl.float32)
+        values = tl.load(logits + line * step + column, mask=inside, other=-INF)
+        log_factors = values.to(tl.float32) - tl.load(logsumexp + line)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
-        mixture += weight * tl.exp(values - tl.load(logsumexp + line))
+        mixture += weight * tl.exp(log_factors)
     if DRAWN:
-        tl.store(drawn + row * vocab + column, tl.log(mixture), mask=inside)
+        tl.store(mixed + row * vocab + column, tl.log(mixture), mask=inside)
     else:
         keys = tl.where(inside, pack(mixture, column), NOTHING)
-        tl.store(
-            best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0)
-        )
+        at = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(best + at, tl.max(keys, axis=0))
 
 
 @triton.jit(do_not_specialize=["position"])
 def _advance(
-    logits: tl.tensor,
-    logsumexp: tl.tensor,
-    log_weights: tl.tensor,
-    best: tl.tensor,
-    first_token: tl.tensor,
-    tokens: tl.tensor,  # [rows, drafts] int64
-    position: tl.tensor,
-    positions: tl.tensor,
-    drafts: tl.tensor,  # number of drafts, which are the last positions
-    rank: tl.tensor,
-    step: tl.tensor,
-    parts: tl.tensor,
+    logits,
+    logsumexp,
+    log_weights,
+    best,
+    first_token,
+    tokens,  # [rows, drafts] int64
+    position,
+    positions,
+    drafts,  # number of drafts, which are the last positions
+    rank,
+    step,
+    parts,
     FIRST: tl.constexpr,
     DRAWN: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, R)
     real = expert < rank
@@ -143,26 +138,25 @@ def _advance(
         token = tl.load(tokens + draft)
     else:
         part = tl.arange(0, PARTS)
-        key = tl.max(
-            tl.load(best + row * parts + part, mask=part < parts, other=NOTHING), axis=0
-        )
-        token = tl.where(
-            tl.abs(values_of(key)) < float("inf"), columns_of(key), INVALID
-        )
+        keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
+        key = tl.max(keys, axis=0)
+        finite = tl.abs(values_of(key)) < INF
+        token = tl.where(finite, columns_of(key), INVALID)
         tl.store(tokens + draft, token)
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
-    value = tl.load(logits + line * step + known, mask=real, other=0.0).to(tl.float32)
-    seen = value - tl.load(logsumexp + line, mask=real, other=0.0)
+    value = tl.load(logits + line * step + known, mask=real, other=0.0)
+    seen = value.to(tl.float32) - tl.load(logsumexp + line, mask=real, other=0.0)
     if FIRST:
         seen = tl.where(token < 0, 0.0, seen)
-    prior = tl.load(log_weights + row * rank + expert, mask=real, other=float("-inf"))
-    updated = tl.where(real, prior + seen, float("-inf"))
+    prior = tl.load(log_weights + row * rank + expert, mask=real, other=-INF)
+    updated = tl.where(real, prior + seen, -INF)
     # A token that every expert rules out says nothing about them.
-    said = tl.max((updated != float("-inf")).to(tl.int32), axis=0)
+    said = tl.max((updated != -INF).to(tl.int32), axis=0)
     updated = tl.where(said == 1, updated, prior)
     shifted = updated - tl.max(updated, axis=0)
-    shifted = shifted - tl.log(tl.sum(tl.where(real, tl.exp(shifted), 0.0), axis=0))
+    total = tl.sum(tl.where(real, tl.exp(shifted), 0.0), axis=0)
+    shifted -= tl.log(total)
     tl.store(log_weights + row * rank + expert, shifted, mask=real)
 
 
@@ -196,21 +190,17 @@ def draft_chain(
     lines = rows * positions * rank
     # Two tensors: the alignment of the halves of one, and so the compiled code, would
     # depend on the number of rows.
-    maxima, sums = (
-        torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2)
-    )
+    maxima = torch.empty(lines, parts, dtype=torch.float32, device=device)
+    sums = torch.empty_like(maxima)
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
     _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
     tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
     first = tokens if first_token is None else first_token.contiguous()
-    drawn = None if sampling is None else with_seeds(sampling)
-    mixed = (
-        best
-        if drawn is None
-        else torch.empty(rows, 1, vocab, dtype=torch.float32, device=device)
-    )
+    mixed = best
+    if sampling is not None:
+        mixed = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     shape = {"rank": rank, "positions": positions, "step": step}
     for position in range(positions):
         if position >= lead:
@@ -223,12 +213,12 @@ def draft_chain(
                 position,
                 **shape,
                 vocab=vocab,
-                DRAWN=drawn is not None,
+                DRAWN=sampling is not None,
                 R=rank,
                 BLOCK=BLOCK_V,
             )
-            if drawn is not None:
-                draw_entry(mixed, drawn, position - lead, tokens, token_ids)
+            if sampling is not None:
+                draw_next(mixed, sampling, position - lead, tokens, token_ids)
         _advance[(rows,)](
             logits,
             logsumexp,
@@ -241,7 +231,7 @@ def draft_chain(
             drafts=drafts,
             parts=parts,
             FIRST=position < lead,
-            DRAWN=drawn is not None,
+            DRAWN=sampling is not None,
             R=triton.next_power_of_2(rank),
             PARTS=padded,
         )

@@ -9,9 +9,8 @@ Section and equation numbers are DynaMo's.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -39,21 +38,14 @@ class Ngrams(NamedTuple):
     columns: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> Ngrams:
-        columns = None if self.columns is None else self.columns.to(device)
-        return self._replace(
-            keys=self.keys.to(device),
-            ratios=self.ratios.to(device),
-            starts=self.starts.to(device),
-            columns=columns,
-        )
+        parts: Any = (x.to(device) if torch.is_tensor(x) else x for x in self)
+        return Ngrams(*parts)
 
     def digits(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The digit of each token."""
-        return (
-            token_ids
-            if self.columns is None
-            else self.columns[token_ids.clamp(0, self.vocab_size - 1)]
-        )
+        if self.columns is None:
+            return token_ids
+        return self.columns[token_ids.clamp(0, self.vocab_size - 1)]
 
 
 class Top(NamedTuple):
@@ -69,10 +61,8 @@ class Top(NamedTuple):
     @property
     def token_ids(self) -> list[torch.Tensor]:
         """The candidates [rows, k_i] for each of the n tokens."""
-        return [
-            *([] if self.first_token is None else [self.first_token[:, None]]),
-            *self.ids,
-        ]
+        given = [] if self.first_token is None else [self.first_token[:, None]]
+        return [*given, *self.ids]
 
 
 class Peaks(NamedTuple):
@@ -115,7 +105,7 @@ def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
         )
     wanted = ngrams.digits(ids[0])
     for axis, of_head in enumerate(ids[1:], start=1):
-        digits = ngrams.digits(of_head).view(len(of_head), *[1] * axis, -1)
+        digits = _on_axis(ngrams.digits(of_head), axis, axis + 1)
         wanted = torch.add(digits, wanted.unsqueeze(-1), alpha=ngrams.base)
     entries = slice(*ngrams.bounds[order - 2 : order])
     keys = ngrams.keys[entries]
@@ -146,30 +136,23 @@ def find_peaks(
     product = top.scores.new_ones(top.ids.shape[1])
     first = [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
     for order, head in enumerate([*first, *top.scores], start=1):
-        product = product.unsqueeze(-1) * torch.softmax(head, dim=-1).view(
-            len(head), *[1] * (order - 1), -1
-        )
-        ratios = (
-            mask(top.token_ids[:order], ngrams)
-            if ngrams is not None and order > 1
-            else None
-        )
-        joints.append(
-            product
-            if ratios is None
-            else product * (ratios if alpha_c == 1 else ratios**alpha_c)
-        )
+        probs = torch.softmax(head, dim=-1)
+        product = product.unsqueeze(-1) * _on_axis(probs, order - 1, order)
+        joint = product
+        if ngrams is not None and order > 1:
+            joint = product * mask(top.token_ids[:order], ngrams) ** alpha_c
+        joints.append(joint)
     return peaks_of(joints), joints
 
 
 def peaks_of(joints: list[torch.Tensor]) -> Peaks:
     """The peaks of joints that are not split into parts."""
-    best = [joint.flatten(1).max(dim=1, keepdim=True) for joint in joints]
-    values, places = (torch.stack(parts) for parts in zip(*best, strict=True))
+    flat = [joint.flatten(1) for joint in joints]
+    best = [joint.max(dim=1, keepdim=True) for joint in flat]
     return Peaks(
-        torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]),
-        values,
-        places,
+        torch.stack([joint.sum(dim=1, keepdim=True) for joint in flat]),
+        torch.stack([peak.values for peak in best]),
+        torch.stack([peak.indices for peak in best]),
     )
 
 
@@ -187,7 +170,6 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
         default: the default threshold.
     """
     totals = peaks.sums.sum(dim=-1)
-    rows = top.ids.shape[1]
     best = peaks.entries.max(dim=-1, keepdim=True)
     values = best.values.squeeze(-1) / totals.clamp(min=TINY)
     finite = totals.isfinite().all(dim=0)
@@ -200,69 +182,54 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
         taken = finite & (values[m - 1] > eps ** (m - 1))
         order = torch.where(taken, m, order)
         floor = torch.where(taken, eps ** (m - 1), floor)
-    place, total = (
-        of[order - 1, torch.arange(rows)]
-        for of in (peaks.places.gather(-1, best.indices)[..., 0], totals)
-    )
-    places, tokens = torch.zeros(
-        2, rows, len(totals), dtype=torch.int64, device=eps.device
-    )
+    taken_order = (order - 1).unsqueeze(0)
+    order_places = peaks.places.gather(-1, best.indices).squeeze(-1)
+    place = order_places.gather(0, taken_order).squeeze(0)
+    total = totals.gather(0, taken_order).squeeze(0)
+    places = torch.zeros(len(eps), len(totals), dtype=torch.int64, device=eps.device)
+    tokens = torch.full_like(places, -1)
     for i, ids in reversed([*enumerate(top.token_ids)]):
         taken = i < order
         places[:, i] = torch.where(taken, place % ids.shape[1], 0)
         place = torch.where(taken, place // ids.shape[1], place)
-        tokens[:, i] = torch.where(taken, ids.gather(1, places[:, i : i + 1])[:, 0], -1)
-    return Likeliest(
-        order, torch.where(finite, order - 1, 1), tokens, places, floor, total
-    )
+        token = ids.gather(1, places[:, i : i + 1]).squeeze(1)
+        tokens[:, i] = torch.where(taken, token, -1)
+    drafts = torch.where(finite, order - 1, 1)
+    return Likeliest(order, drafts, tokens, places, floor, total)
 
 
 BINS = 256
 
 
-def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
-    """Blur every token axis with a separable Gaussian, edges replicated; size 1 changes
-    nothing.
-
-    Raises:
-        ValueError: if the kernel size is not a positive odd number.
+def gaussian_blur(joint: torch.Tensor, kernel_size: int) -> torch.Tensor:
+    """Blur every token axis with a separable Gaussian of an odd size, edges replicated;
+    size 1 changes nothing.
     """
-    if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(
-            f"kernel size {kernel_size} is not a positive odd number; 1 is no blur, 3 "
-            "the paper's"
-        )
     if kernel_size == 1:
         return joint
     half = kernel_size // 2
     sigma = 0.3 * (half - 1) + 0.8  # image libraries' value for a kernel of this size
-    weights = [math.exp(-(offset**2) / (2 * sigma**2)) for offset in range(half + 1)]
-    total = 2 * sum(weights) - weights[0]
+    offsets = torch.arange(-half, half + 1, device=joint.device)
+    weights = torch.softmax(-(offsets**2) / (2 * sigma**2), dim=0)
     for axis in range(1, joint.dim()):
         size = joint.shape[axis]
         if size == 1:  # it would be averaged with copies of itself
             continue
         moved = joint.movedim(axis, -1)
-        lines = functional.pad(
-            moved.reshape(len(joint), -1, size), (half, half), mode="replicate"
-        )
-        blurred = weights[0] / total * lines[..., half : half + size]
-        for offset, weight in enumerate(weights[1:], start=1):
-            left = half - offset
-            right = half + offset
-            both = lines[..., left : left + size] + lines[..., right : right + size]
-            blurred = blurred.add(both, alpha=weight / total)
-        joint = blurred.reshape(moved.shape).movedim(-1, axis)
+        lines = moved.reshape(len(joint), -1, size)
+        padded = functional.pad(lines, (half, half), mode="replicate")
+        blurred = padded.unfold(-1, kernel_size, 1) @ weights
+        joint = blurred.view(moved.shape).movedim(-1, axis)
     return joint
 
 
-def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
+def otsu_threshold(values: torch.Tensor) -> torch.Tensor:
     """Otsu's threshold of each row: the histogram cut of greatest between-class
     variance.
 
     Args:
-        values: [rows, entries], not negative.
-        bins: number of bins from a row's least to its greatest value.
+        values: [rows, entries], not negative. The bins are from a row's least to its
+            greatest value.
 
     Returns:
         [rows]: values of at least the threshold are the upper class. A constant row
@@ -270,10 +237,11 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
     """
     least, greatest = torch.aminmax(values, dim=1, keepdim=True)
     width = (greatest - least).clamp(min=TINY)
-    index = ((values - least) / width * bins).long().clamp(0, bins - 1)
-    counts = torch.zeros(len(values), bins, dtype=torch.float64, device=values.device)
-    counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.float64))
-    centres = torch.arange(bins, device=values.device, dtype=torch.float64) + 0.5
+    index = ((values - least) / width * BINS).long()
+    ones = torch.ones_like(values, dtype=torch.float64)
+    counts = ones.new_zeros(len(values), BINS)
+    counts.scatter_add_(1, index.clamp(0, BINS - 1), ones)
+    centres = torch.arange(BINS, device=values.device) + 0.5
     below = counts.cumsum(1)[:, :-1]  # entries under cut i, which lies before bin i + 1
     mass = (counts * centres).cumsum(1)
     total = values.shape[1]
@@ -282,15 +250,15 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
     pull = mass[:, :-1] * total - mass[:, -1:] * below
     variance = pull.square() / (below * (total - below)).clamp(min=1)
     cut = variance.argmax(dim=1, keepdim=True) + 1
-    threshold = least + width * cut / bins
+    threshold = least + width * cut / BINS
     return torch.where(greatest > least, threshold, least).squeeze(1).float()
 
 
 def adaptive_threshold(
     joint: torch.Tensor,
     floor: torch.Tensor,  # [rows] static threshold, eps_b^(n-1)
-    blur: int = 3,
-    adaptive: bool = True,
+    blur: int,
+    adaptive: bool,
 ) -> torch.Tensor:
     """Set entries under the static floor to 0, then those under Otsu's threshold
     (DynaMo, section 3.2.2).
@@ -299,30 +267,32 @@ def adaptive_threshold(
     image pipelines; entries that survive keep their raw probability. A row's peak
     survives if it passed the floor.
     """
-    shape = (-1, *[1] * (joint.dim() - 1))
-    kept = torch.where(joint >= floor.view(shape), joint, 0.0)
+    kept = torch.where(joint >= _by_row(floor, joint), joint, 0.0)
     if not adaptive:
         return kept
     blurred = gaussian_blur(kept, blur)
     threshold = otsu_threshold(blurred.flatten(1))
     peak = kept.flatten(1).amax(dim=1)
-    return torch.where(
-        (blurred >= threshold.view(shape)) | (kept >= peak.view(shape)), kept, 0.0
-    )
+    survives = blurred >= _by_row(threshold, joint)
+    survives |= kept >= _by_row(peak, joint)
+    return torch.where(survives, kept, 0.0)
+
+
+def _by_row(values: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
+    """View [rows] as [rows, 1, .., 1], to compare with a joint's entries."""
+    return values.view(-1, *[1] * (joint.dim() - 1))
 
 
 def penalise_repetition(
     joint: torch.Tensor,
     token_ids: Sequence[torch.Tensor],  # [rows, k_i] of each head
     penalty: float,
-    seen: Sequence[torch.Tensor]
-    | None = None,  # [rows, k_i] bool of each head: tokens of the context
+    # [rows, k_i] bool of each head: tokens of the context
+    seen: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Divide an entry by the penalty, once, if one of its tokens is in the context or
     repeats an earlier token.
     """
-    if penalty == 1:
-        return joint
     repeats = torch.zeros(joint.shape, dtype=torch.bool, device=joint.device)
     axes = [_on_axis(ids, i, len(token_ids)) for i, ids in enumerate(token_ids)]
     for i, ids in enumerate(axes):
@@ -335,9 +305,9 @@ def penalise_repetition(
 
 def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
     """View [rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
-    return values.view(
-        len(values), *(values.shape[1] if i == axis else 1 for i in range(axes))
-    )
+    shape = [1] * axes
+    shape[axis] = values.shape[1]
+    return values.view(len(values), *shape)
 
 
 def cut(
@@ -347,15 +317,11 @@ def cut(
     rows of that order.
     """
     totals = likeliest.total.clamp(min=TINY)
-    result = []
-    for order, joint in enumerate(joints, start=1):
-        share = joint / totals.view(-1, *[1] * order)
-        result.append(
-            share
-            if order == 1
-            else adaptive_threshold(share, likeliest.floor, blur, adaptive)
-        )
-    return result
+    shares = [joint / _by_row(totals, joint) for joint in joints]
+    return shares[:1] + [
+        adaptive_threshold(share, likeliest.floor, blur, adaptive)
+        for share in shares[1:]
+    ]
 
 
 def conditional(
@@ -369,16 +335,15 @@ def conditional(
     result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
     for m, joint in enumerate(joints[position:], start=position + 1):
         weights = joint[(rows, *before.unbind(1))]
-        weights = weights.flatten(2).sum(dim=2) if weights.dim() > 2 else weights
+        if weights.dim() > 2:
+            weights = weights.flatten(2).sum(dim=2)
         share = weights / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
         result = torch.where((order == m)[:, None], share, result)
     return result
 
 
 def draw_ngrams(
-    joints: Sequence[
-        torch.Tensor
-    ],  # of each order from 1, [rows, k_1, ..., k_m] float32
+    joints: Sequence[torch.Tensor],  # of each order from 1, [rows, k_1, ..., k_m]
     likeliest: Likeliest,
     top: Top,
     blur: int,
@@ -400,20 +365,13 @@ def draw_ngrams(
     greedy = is_greedy(sampling.temperature)
     places = likeliest.places.clone()
     tokens = likeliest.tokens.clone()
-    for position, ids in enumerate(top.token_ids):
-        distribution = torch.ones_like(ids, dtype=torch.float32)
-        if ids.shape[1] > 1:  # else the token is already emitted: nothing to draw
-            distribution = truncated(
-                conditional(joints, likeliest.order, places[:, :position]), sampling
-            )
-            drawn = draw_as(
-                distribution,
-                sampling.ahead(position - (top.first_token is not None)),
-                ids,
-            )
-            places[:, position] = torch.where(greedy, places[:, position], drawn)
-        tokens[:, position] = ids.gather(1, places[:, position : position + 1])[:, 0]
-        if position:
-            valid = (likeliest.order > position) & (distribution.sum(dim=-1) > 0)
-            tokens[:, position].masked_fill_(~valid, INVALID)
+    given = len(top.token_ids) - len(top.ids)  # 1 with a first token, else 0
+    for position, ids in enumerate(top.ids, start=given):
+        probs = conditional(joints, likeliest.order, places[:, :position])
+        probs = truncated(probs, sampling)
+        drawn = draw_as(probs, sampling.ahead(position - given), ids)
+        places[:, position] = torch.where(greedy, places[:, position], drawn)
+        token = ids.gather(1, places[:, position : position + 1]).squeeze(1)
+        valid = (likeliest.order > position) & (probs.sum(dim=-1) > 0)
+        tokens[:, position] = torch.where(valid, token, INVALID)
     return tokens

@@ -21,30 +21,50 @@ from vllm_ppd.kernels.joint import BINS, Likeliest, Ngrams, Peaks, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.sampling_triton import (
     COLDEST,
+    INF,
     INVALID,
     NOTHING,
     columns_of,
     exponential,
     pack,
     values_of,
-    with_seeds,
 )
 
+INT64 = torch.int64
 BLOCK = 1024  # entries of a program at a time
 TINY = tl.constexpr(joint.TINY)
 
 
 @triton.jit
-def _digits(ngrams: Ngrams | None, token_ids: tl.tensor) -> tl.tensor:
+def _digits(ngrams: Ngrams | None, token_ids):
     """See Ngrams.digits."""
     digits = token_ids
     if ngrams is not None:  # noqa: SIM102 (only known at compile time)
         if ngrams.columns is not None:
-            last = tl.zeros_like(token_ids) + ngrams.vocab_size - 1
-            digits = tl.load(
-                ngrams.columns + tl.minimum(tl.maximum(token_ids, 0), last)
-            )
+            known = _near(token_ids, ngrams.vocab_size)
+            digits = tl.load(ngrams.columns + known)
     return digits
+
+
+@triton.jit
+def _near(place, size):
+    """Places on an axis, those beyond an edge replaced by the edge."""
+    return tl.minimum(tl.maximum(place, 0), size - 1)
+
+
+@triton.jit
+def _entries_of(free, K: tl.constexpr, HEADS: tl.constexpr):
+    """How many entries a joint has, given the number of axes of more than one."""
+    size = tl.full((), 1, tl.int64)
+    for axis in tl.static_range(HEADS):
+        size = tl.where(axis < free, size * K, size)
+    return size
+
+
+@triton.jit
+def _divided(values, divisor):
+    """values / divisor, rounded as torch does."""
+    return tl.div_rn(values, tl.zeros_like(values) + divisor)
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
@@ -53,26 +73,24 @@ def _find_peaks(
     ngrams: Ngrams | None,
     peaks: Peaks,
     joints: tl.tuple,  # one per order, or none
-    rows: tl.tensor,
-    steps: tl.tensor,  # number of steps of the binary search
+    rows,
+    steps,  # number of steps of the binary search
     HEADS: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
     ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     order = tl.program_id(2) + 1
     free = order - GIVEN  # axes of more than one entry
-    size = tl.full((), 1, tl.int64)
-    for axis in tl.static_range(HEADS):
-        size = tl.where(axis < free, size * K, size)
+    size = _entries_of(free, K, HEADS)
     at = ((order - 1) * rows + row) * tl.num_programs(1) + part
     if part * BLOCK >= size:
         tl.store(peaks.sums + at, 0.0)
-        tl.store(peaks.entries + at, float("-inf"))
+        tl.store(peaks.entries + at, -INF)
         tl.store(peaks.places + at, 0)
         return
     entry = part * BLOCK + tl.arange(0, BLOCK)
@@ -87,15 +105,11 @@ def _find_peaks(
         axis = HEADS - 1 - behind
         if axis < free:
             line = (axis * rows + row) * K
-            scores = tl.load(
-                top.scores + line + column, mask=column < K, other=float("-inf")
-            )
+            head = top.scores + line
+            scores = tl.load(head + column, mask=column < K, other=-INF)
             peak = tl.max(scores, axis=0)
-            share = tl.exp(tl.load(top.scores + line + rest % K) - peak)
-            product *= tl.div_rn(
-                share,
-                tl.zeros((BLOCK,), tl.float32) + tl.sum(tl.exp(scores - peak), axis=0),
-            )
+            total = tl.sum(tl.exp(scores - peak), axis=0)
+            product *= _divided(tl.exp(tl.load(head + rest % K) - peak), total)
             wanted += _digits(ngrams, tl.load(top.ids + line + rest % K)) * weight
             weight *= 1 if ngrams is None else ngrams.base
             rest = rest // K
@@ -103,9 +117,10 @@ def _find_peaks(
         if order > 1:
             if GIVEN:
                 wanted += _digits(ngrams, tl.load(top.first_token + row)) * weight
-            low = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 2)
+            bounds = ngrams.starts + order
+            low = tl.zeros((BLOCK,), tl.int64) + tl.load(bounds - 2)
             # The sentinel
-            high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1
+            high = tl.zeros((BLOCK,), tl.int64) + tl.load(bounds - 1) - 1
             for _ in range(steps):
                 middle = (low + high) // 2
                 less = tl.load(ngrams.keys + middle) < wanted
@@ -116,7 +131,8 @@ def _find_peaks(
                 ratio = tl.exp2(ALPHA * tl.log2(ratio))
             product *= tl.where(tl.load(ngrams.keys + low) == wanted, ratio, 0.0)
     best = tl.max(tl.where(inside, pack(product, entry), NOTHING), axis=0)
-    tl.store(peaks.sums + at, tl.sum(tl.where(inside, product, 0.0), axis=0))
+    product_inside = tl.where(inside, product, 0.0)
+    tl.store(peaks.sums + at, tl.sum(product_inside, axis=0))
     tl.store(peaks.entries + at, values_of(best))
     tl.store(peaks.places + at, columns_of(best))
     for below in tl.static_range(len(joints)):
@@ -128,16 +144,16 @@ def _find_peaks(
 def _back_off(
     peaks: Peaks,
     top: Top,
-    eps_b: tl.tensor,
+    eps_b,
     likeliest: Likeliest,
-    rows: tl.tensor,
-    parts: tl.tensor,
-    default: tl.tensor,
+    rows,
+    parts,
+    default,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     GIVEN: tl.constexpr,
     PARTS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     eps = tl.load(eps_b + row)
@@ -145,12 +161,8 @@ def _back_off(
     finite = tl.full((), 1, tl.int1)
     for below in tl.static_range(HEADS + GIVEN):
         at = (below * rows + row) * parts + part
-        finite = finite & (
-            tl.abs(
-                tl.sum(tl.load(peaks.sums + at, mask=part < parts, other=0.0), axis=0)
-            )
-            < float("inf")
-        )
+        sums = tl.load(peaks.sums + at, mask=part < parts, other=0.0)
+        finite = finite & (tl.abs(tl.sum(sums, axis=0)) < INF)
     order = tl.full((), 1, tl.int64)
     entry = tl.full((), 0, tl.int64)
     power = tl.full((), 1.0, tl.float32)
@@ -158,20 +170,19 @@ def _back_off(
     total = floor
     for below in tl.static_range(HEADS + GIVEN):
         at = (below * rows + row) * parts + part
-        mass = tl.sum(tl.load(peaks.sums + at, mask=part < parts, other=0.0), axis=0)
-        value = tl.load(peaks.entries + at, mask=part < parts, other=float("-inf"))
-        packed = pack(
-            value, tl.load(peaks.places + at, mask=part < parts, other=0).to(tl.int32)
-        )
-        best = tl.max(tl.where(part < parts, packed, NOTHING), axis=0)
+        sums = tl.load(peaks.sums + at, mask=part < parts, other=0.0)
+        mass = tl.sum(sums, axis=0)
+        value = tl.load(peaks.entries + at, mask=part < parts, other=-INF)
+        place = tl.load(peaks.places + at, mask=part < parts, other=0).to(tl.int32)
+        keys = tl.where(part < parts, pack(value, place), NOTHING)
+        best = tl.max(keys, axis=0)
         if below == 0:
             entry = columns_of(best)
             total = mass
         else:
             power *= eps
-            taken = finite & (
-                tl.div_rn(values_of(best), tl.maximum(mass, TINY)) > power
-            )
+            share = tl.div_rn(values_of(best), tl.maximum(mass, TINY))
+            taken = finite & (share > power)
             order = tl.where(taken, below + 1, order)
             entry = tl.where(taken, columns_of(best), entry)
             floor = tl.where(taken, power, floor)
@@ -198,34 +209,23 @@ def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
     """Same as the reference, but with several parts per row."""
-    (heads, rows, k), given, device = (
-        top.ids.shape,
-        int(top.first_token is not None),
-        top.ids.device,
-    )
+    heads, rows, k = top.ids.shape
+    given = int(top.first_token is not None)
     orders = heads + given
-    parts = triton.cdiv(k**heads, BLOCK)
-    types = (torch.float32, torch.float32, torch.int64)
-    peaks = Peaks(
-        *(
-            torch.empty(orders, rows, parts, dtype=dtype, device=device)
-            for dtype in types
-        )
-    )
-    shapes = [
-        [rows, *[1] * given, *[k] * (order - given)] for order in range(1, orders + 1)
-    ]
-    joints = tuple(
-        torch.empty(shape, dtype=torch.float32, device=device)
-        for shape in shapes
-        if with_joints
-    )
+    shape = (orders, rows, triton.cdiv(k**heads, BLOCK))
+    sums = torch.empty(shape, dtype=torch.float32, device=top.ids.device)
+    peaks = Peaks(sums, torch.empty_like(sums), torch.empty_like(sums, dtype=INT64))
+    joints = []
+    for order in range(1, orders + 1):
+        if with_joints:
+            axes = [1] * given + [k] * (order - given)
+            joints.append(sums.new_empty(rows, *axes))
     steps = 0 if ngrams is None else ngrams.bounds[-1].bit_length()
-    _find_peaks[(rows, parts, orders)](
+    _find_peaks[(rows, shape[2], orders)](
         top,
         ngrams,
         peaks,
-        joints,
+        tuple(joints),
         rows,
         steps,
         HEADS=heads,
@@ -235,26 +235,24 @@ def find_peaks(
         ALPHA=alpha_c,
         BLOCK=BLOCK,
     )
-    return peaks, list(joints)
+    return peaks, joints
 
 
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
     """Same as the reference."""
-    (heads, rows, k), given, parts = (
-        top.ids.shape,
-        int(top.first_token is not None),
-        peaks.sums.shape[2],
-    )
-    integers = (
-        torch.empty(rows, *n, dtype=torch.int64, device=eps_b.device)
-        for n in ((), (), *[(heads + given,)] * 2)
-    )
+    heads, rows, k = top.ids.shape
+    given = int(top.first_token is not None)
+    parts = peaks.sums.shape[2]
+    order = torch.empty(rows, dtype=INT64, device=eps_b.device)
+    tokens = order.new_empty(rows, heads + given)
+    floor = torch.empty_like(eps_b)
     likeliest = Likeliest(
-        *integers,
-        *(
-            torch.empty(rows, dtype=torch.float32, device=eps_b.device)
-            for _ in range(2)
-        ),
+        order,
+        torch.empty_like(order),
+        tokens,
+        torch.empty_like(tokens),
+        floor,
+        torch.empty_like(floor),
     )
     _back_off[(rows,)](
         peaks,
@@ -279,83 +277,65 @@ EDGE = math.exp(-1 / (2 * 0.8**2))  # the edge of a Gaussian of size 3 whose cen
 
 @triton.jit
 def _kept(
-    line: tl.tensor,
-    entry: tl.tensor,
-    inside: tl.tensor,
-    total: tl.tensor,
-    floor: tl.tensor,
-) -> tl.tensor:
+    line,
+    entry,
+    inside,
+    total,
+    floor,
+):
     """Shares of a row's entries, 0 below the floor."""
-    share = tl.load(line + entry, mask=inside, other=0.0)
-    share = tl.div_rn(share, tl.zeros_like(share) + total)
+    share = _divided(tl.load(line + entry, mask=inside, other=0.0), total)
     return tl.where(share >= floor, share, 0.0)
 
 
 @triton.jit
-def _near(place: tl.tensor, size: tl.tensor) -> tl.tensor:
-    """Places on an axis, those beyond an edge replaced by the edge."""
-    return tl.minimum(tl.maximum(place, 0), size - 1)
-
-
-@triton.jit
 def _blurred(
-    line: tl.tensor,
-    entry: tl.tensor,
-    inside: tl.tensor,
-    total: tl.tensor,
-    floor: tl.tensor,
-    planes: tl.tensor,  # entries of the axes, of which the last has K
-    lines: tl.tensor,
-    centre: tl.tensor,
-    edge: tl.tensor,
+    line,
+    entry,
+    inside,
+    total,
+    floor,
+    free,  # axes of more than one entry
+    centre,
+    edge,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     BLUR: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """A Gaussian blur of the kept entries over up to three axes."""
-    plane = entry // (K * lines)
-    row = entry // K % lines
-    column = entry % K
-    ROWS: tl.constexpr = BLUR if HEADS > 1 else 0
-    PLANES: tl.constexpr = BLUR if HEADS > 2 else 0
+):
+    """A Gaussian blur of the kept entries over all axes."""
+    WIDTH: tl.constexpr = 2 * BLUR + 1
     blurred = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(-BLUR, BLUR + 1):
-        for j in tl.static_range(-ROWS, ROWS + 1):
-            for k in tl.static_range(-PLANES, PLANES + 1):
-                weight = edge if i != 0 else centre
-                if HEADS > 1:
-                    weight *= edge if j != 0 else centre
-                if HEADS > 2:
-                    weight *= edge if k != 0 else centre
-                beside = (
-                    _near(plane + k, planes) * lines + _near(row + j, lines)
-                ) * K + _near(column + i, K)
-                blurred += weight * _kept(line, beside, inside, total, floor)
+    for number in tl.static_range(WIDTH**HEADS):
+        weight = tl.full((), 1.0, tl.float32)
+        beside = tl.zeros((BLOCK,), tl.int64)
+        for axis in tl.static_range(HEADS):  # from the last on
+            shift = number // WIDTH**axis % WIDTH - BLUR
+            weight *= edge if shift != 0 else centre
+            place = entry // K**axis % K + shift
+            size = tl.where(axis < free, K, 1)
+            beside += _near(place, size) * K**axis
+        blurred += weight * _kept(line, beside, inside, total, floor)
     return blurred
 
 
 @triton.jit
 def _threshold(
-    blurred: tl.tensor,  # where the row's blurred entries begin
-    size: tl.tensor,
-    least: tl.tensor,
-    greatest: tl.tensor,
+    blurred,  # where the row's blurred entries begin
+    size,
+    least,
+    greatest,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
+):
     """Otsu's threshold, from a histogram between the least and the greatest entry."""
     width = tl.maximum(greatest - least, TINY)
     counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, size, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         inside = entry < size
-        above = tl.where(
-            inside, tl.load(blurred + entry, mask=inside, other=0.0) - least, 0.0
-        )
-        index = (tl.div_rn(above, tl.zeros((BLOCK,), tl.float32) + width) * BINS).to(
-            tl.int32
-        )
+        above = tl.load(blurred + entry, mask=inside, other=0.0) - least
+        index = (_divided(tl.where(inside, above, 0.0), width) * BINS).to(tl.int32)
         counts += tl.histogram(_near(index, BINS), BINS, mask=inside)
     count = counts.to(tl.float64)
     bins = tl.arange(0, BINS)
@@ -372,13 +352,13 @@ def _threshold(
 
 @triton.jit
 def _marginal(
-    joint: tl.tensor,  # where the row's entries begin
-    prefix: tl.tensor,  # the places drawn so far, as a number to the base K
-    rest: tl.tensor,  # entries of each candidate
+    joint,  # where the row's entries begin
+    prefix,  # the places drawn so far, as a number to the base K
+    rest,  # entries of each candidate
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-) -> tl.tensor:
+):
     """The sums of the entries of each candidate for the next token: [K_BLOCK]."""
     column = tl.arange(0, K_BLOCK)
     sums = tl.zeros((K_BLOCK,), tl.float32)
@@ -391,19 +371,17 @@ def _marginal(
 
 
 @triton.jit
-def _limited(probs: tl.tensor, sampling: Sampling, row: tl.tensor) -> tl.tensor:
+def _limited(probs, sampling: Sampling, row):
     """A distribution cut to a row's top-k and top-p: [K_BLOCK]."""
-    if sampling.top_k is not None:
-        larger = tl.sum((probs[None, :] > probs[:, None]).to(tl.float32), axis=1)
-        probs = tl.where(
-            larger < tl.load(sampling.top_k + row).to(tl.float32), probs, 0.0
-        )
-    if sampling.top_p is not None:
-        up_to = tl.sum(
-            tl.where(probs[None, :] <= probs[:, None], probs[None, :], 0.0), axis=1
-        )
-        outside = up_to <= (1 - tl.load(sampling.top_p + row)) * tl.sum(probs, axis=0)
-        probs = tl.where(outside & (probs < tl.max(probs, axis=0)), 0.0, probs)
+    is_larger = probs[None, :] > probs[:, None]
+    larger = tl.sum(is_larger.to(tl.float32), axis=1)
+    most = tl.load(sampling.top_k + row).to(tl.float32)
+    probs = tl.where(larger < most, probs, 0.0)
+    smaller = probs[None, :] <= probs[:, None]
+    up_to = tl.sum(tl.where(smaller, probs[None, :], 0.0), axis=1)
+    dropped_share = 1 - tl.load(sampling.top_p + row)
+    outside = up_to <= dropped_share * tl.sum(probs, axis=0)
+    probs = tl.where(outside & (probs < tl.max(probs, axis=0)), 0.0, probs)
     return probs / tl.maximum(tl.sum(probs, axis=0), TINY)
 
 
@@ -413,11 +391,11 @@ def _draw_ngrams(
     likeliest: Likeliest,
     top: Top,
     sampling: Sampling,
-    scratch: tl.tensor,  # [rows, entries of the highest order] float32
-    tokens: tl.tensor,
-    centre: tl.tensor,
-    edge: tl.tensor,
-    rows: tl.tensor,
+    scratch,  # [rows, entries of the highest order] float32
+    tokens,
+    centre,
+    edge,
+    rows,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -427,13 +405,11 @@ def _draw_ngrams(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     order = tl.load(likeliest.order + row)
     free = order - GIVEN  # axes of more than one entry
-    size = tl.full((), 1, tl.int64)
-    for axis in tl.static_range(HEADS):
-        size = tl.where(axis < free, size * K, size)
+    size = _entries_of(free, K, HEADS)
     line = joints[0]
     for below in tl.static_range(1, len(joints)):
         line = tl.where(order == below + 1, joints[below], line)
@@ -444,14 +420,12 @@ def _draw_ngrams(
 
     # Thresholds, of which the adaptive one reads the blurred entries in the scratch
     # memory.
-    least = tl.full((), float("inf"), tl.float32)
-    greatest = tl.full((), float("-inf"), tl.float32)
+    least = tl.full((), INF, tl.float32)
+    greatest = tl.full((), -INF, tl.float32)
     peak = greatest
     threshold = least
     if ADAPTIVE:  # noqa: SIM102 (only the first is known at compile time)
         if order > 1:
-            planes = tl.where(free > 2, K, 1)
-            lines = tl.where(free > 1, K, 1)
             for start in range(0, size, BLOCK):
                 entry = start + tl.arange(0, BLOCK)
                 inside = entry < size
@@ -461,8 +435,7 @@ def _draw_ngrams(
                     inside,
                     total,
                     floor,
-                    planes,
-                    lines,
+                    free,
                     centre,
                     edge,
                     HEADS,
@@ -471,15 +444,12 @@ def _draw_ngrams(
                     BLOCK,
                 )
                 tl.store(here + entry, smooth, mask=inside)
-                least = tl.minimum(
-                    least, tl.min(tl.where(inside, smooth, float("inf")), axis=0)
-                )
-                greatest = tl.maximum(
-                    greatest, tl.max(tl.where(inside, smooth, float("-inf")), axis=0)
-                )
-                peak = tl.maximum(
-                    peak, tl.max(_kept(line, entry, inside, total, floor), axis=0)
-                )
+                kept = _kept(line, entry, inside, total, floor)
+                low = tl.min(tl.where(inside, smooth, INF), axis=0)
+                high = tl.max(tl.where(inside, smooth, -INF), axis=0)
+                least = tl.minimum(least, low)
+                greatest = tl.maximum(greatest, high)
+                peak = tl.maximum(peak, tl.max(kept, axis=0))
             tl.debug_barrier()
             threshold = _threshold(here, size, least, greatest, BINS, BLOCK)
             tl.debug_barrier()
@@ -487,14 +457,15 @@ def _draw_ngrams(
         entry = start + tl.arange(0, BLOCK)
         inside = entry < size
         kept = _kept(line, entry, inside, total, floor)
-        survives = tl.load(here + entry, mask=inside, other=0.0) >= threshold
-        tl.store(
-            here + entry, tl.where(survives | (kept >= peak), kept, 0.0), mask=inside
-        )
+        smooth = tl.load(here + entry, mask=inside, other=0.0)
+        survives = (smooth >= threshold) | (kept >= peak)
+        tl.store(here + entry, tl.where(survives, kept, 0.0), mask=inside)
     tl.debug_barrier()
 
     # A draw, token by token.
     cold = tl.load(sampling.temperature + row) < COLDEST
+    seed = tl.load(sampling.seeds + row)
+    position = tl.load(sampling.positions + row)
     column = tl.arange(0, K_BLOCK)
     prefix = tl.full((), 0, tl.int64)
     rest = size
@@ -506,19 +477,15 @@ def _draw_ngrams(
         valid = (mass > 0) & (axis < free)
         probs = _limited(probs / tl.maximum(mass, TINY), sampling, row)
         # In log space, where an entry of probability 0 never wins over another.
-        ids = tl.load(
-            top.ids + (axis * rows + row) * K + column, mask=column < K, other=0
-        )
-        position = tl.load(sampling.positions + row) + axis
-        score = tl.log(probs) - tl.log(
-            exponential(tl.load(sampling.seeds + row), position, ids)
-        )
-        place = columns_of(tl.max(pack(score, column), axis=0))
-        place = tl.where(
-            cold, tl.load(likeliest.places + row * number + GIVEN + axis), place
-        )
-        token = tl.load(top.ids + (axis * rows + row) * K + place)
-        tl.store(tokens + row * number + GIVEN + axis, tl.where(valid, token, INVALID))
+        head = top.ids + (axis * rows + row) * K
+        ids = tl.load(head + column, mask=column < K, other=0)
+        variates = exponential(seed, position + axis, ids)
+        score = tl.log(probs) - tl.log(variates)
+        drawn = columns_of(tl.max(pack(score, column), axis=0))
+        at = row * number + GIVEN + axis
+        place = tl.where(cold, tl.load(likeliest.places + at), drawn)
+        token = tl.where(valid, tl.load(head + place), INVALID)
+        tl.store(tokens + at, token)
         prefix = prefix * K + place
     if GIVEN:
         tl.store(tokens + row * number, tl.load(top.first_token + row))
@@ -544,7 +511,7 @@ def draw_ngrams(
         tuple(joints),
         likeliest,
         top,
-        with_seeds(sampling),
+        sampling,
         torch.empty(rows, k**heads, dtype=torch.float32, device=tokens.device),
         tokens,
         centre,

@@ -6,9 +6,8 @@ keys    values and columns packed into integers, so that one maximum finds the b
         inf < NaN
 draw    a program per row. Top-k and top-p keep the entries whose weight reaches a
         bound, which is searched four bits at a time: each read of the row counts what
-        sixteen candidates would keep. Rows
-            without limits are read twice: for
-        the peak, and for an exponential race
+        sixteen candidates would keep. Rows without limits are read twice: for the
+        peak, and for an exponential race
 accept  drafts that equal the tokens drawn at their positions
 """
 
@@ -20,10 +19,11 @@ from vllm_ppd.kernels import sampling as reference
 from vllm_ppd.kernels.sampling import Sampling
 
 NOTHING = tl.constexpr(-(1 << 63))  # below every key
+INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def pack(values: tl.tensor, columns: tl.tensor) -> tl.tensor:
+def pack(values, columns):
     """float32 values and their int32 columns (0 <= column < 2^31) as int64 keys."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -32,13 +32,13 @@ def pack(values: tl.tensor, columns: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def columns_of(keys: tl.tensor) -> tl.tensor:
+def columns_of(keys):
     """The columns of keys, int64."""
     return 0x7FFFFFFF - (keys & 0xFFFFFFFF)
 
 
 @triton.jit
-def values_of(keys: tl.tensor) -> tl.tensor:
+def values_of(keys):
     """The values of keys, float32."""
     ordered = (keys >> 32).to(tl.int32)
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(
@@ -60,7 +60,7 @@ BYTES = tl.constexpr(reference.BYTES)
 
 
 @triton.jit
-def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
+def _mixed(state, word):
     word *= WORD_1
     word = ((word << 15) | (word >> 17)) * WORD_2
     state ^= word
@@ -68,9 +68,7 @@ def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def exponential(
-    seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor
-) -> tl.tensor:
+def exponential(seed, position, token_ids):
     """Same as the reference; exact in the lower tail, since the least of many variates
     wins a race.
     """
@@ -93,21 +91,31 @@ def exponential(
 
 
 @triton.jit
-def _mass(
-    line: tl.tensor,
-    entries: tl.tensor,
-    peak: tl.tensor,
-    heat: tl.tensor,
-    floor: tl.tensor,
+def _logits(
+    line,
+    start,
+    entries,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
+):
+    """(Columns of a row from `start` on, their logits in float32: -inf past its end)."""
+    column = start + tl.arange(0, BLOCK)
+    logits = tl.load(line + column, mask=column < entries, other=-INF)
+    return column, logits.to(tl.float32)
+
+
+@triton.jit
+def _mass(
+    line,
+    entries,
+    peak,
+    heat,
+    floor,
+    BLOCK: tl.constexpr,
+):
     """The sum of a row's weights that reach the floor; arguments as in _least."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, entries, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(
-            tl.float32
-        )
+        _, logit = _logits(line, start, entries, BLOCK)
         weight = tl.exp((logit - peak) / heat)
         total += tl.where(weight < floor, 0.0, weight)
     return tl.sum(total, axis=0)
@@ -115,15 +123,15 @@ def _mass(
 
 @triton.jit
 def _least(
-    line: tl.tensor,  # where the row's logits begin
-    entries: tl.tensor,
-    peak: tl.tensor,
-    heat: tl.tensor,
-    floor: tl.tensor,  # weights below it do not count
-    wanted: tl.tensor,  # how much to keep: a number of entries, or a sum of weights
+    line,  # where the row's logits begin
+    entries,
+    peak,
+    heat,
+    floor,  # weights below it do not count
+    wanted,  # how much to keep: a number of entries, or a sum of weights
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tl.tensor:
+):
     """The greatest bound at which a row still keeps as much as wanted; weights are
     exp((logit - peak) / T).
     """
@@ -134,88 +142,71 @@ def _least(
         bounds = candidates.to(tl.float32, bitcast=True)
         kept = tl.zeros((16,), tl.float32)
         for start in range(0, entries, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            logit = tl.load(
-                line + column, mask=column < entries, other=float("-inf")
-            ).to(tl.float32)
+            _, logit = _logits(line, start, entries, BLOCK)
             weight = tl.exp((logit - peak) / heat)
             weight = tl.where(weight >= floor, weight, 0.0)
             amount = weight if BY_WEIGHT else (weight > 0).to(tl.float32)
             # Candidates above 1.0, the greatest weight, may be NaN, which no weight
             # reaches.
-            kept += tl.sum(
-                tl.where(weight[:, None] >= bounds[None, :], amount[:, None], 0.0),
-                axis=0,
-            )
+            reached = weight[:, None] >= bounds[None, :]
+            kept += tl.sum(tl.where(reached, amount[:, None], 0.0), axis=0)
         enough = (kept >= wanted) & (candidates >= 0) & (candidates <= 0x3F800000)
         low = tl.max(tl.where(enough, candidates, low), axis=0)
     return low.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["start", "number"])
+@triton.jit(do_not_specialize=["number"])
 def _draw(
-    logits: tl.tensor,
-    row_stride: tl.tensor,
+    logits,  # [rows, entries]
+    row_stride,
     sampling: Sampling,
-    token_ids: tl.tensor | None,
-    ids_stride: tl.tensor,  # from row to row
-    tokens: tl.tensor,  # [rows, draws] int64
-    token_stride: tl.tensor,
-    entries: tl.tensor,
-    start: tl.tensor,  # where this draw begins in a line of logits
-    number: tl.tensor,  # index of this draw
+    token_ids,  # [entries] or [rows, entries], or None
+    ids_stride,  # from row to row
+    tokens,  # [rows, draws] int64
+    token_stride,
+    entries,
+    number,  # index of this draw
     BLOCK: tl.constexpr,
     BLOCK_LEAST: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
-    line = logits + row * row_stride + start
+    line = logits + row * row_stride
     heat = tl.load(sampling.temperature + row)
     cold = heat < COLDEST
     heat = tl.where(cold, 1.0, heat)
     best = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(
-            tl.float32
-        )
-        best = tl.maximum(
-            best, tl.where(column < entries, pack(logit, column), NOTHING)
-        )
-    winner = tl.max(best, axis=0)
-    token = columns_of(winner)
+        column, logit = _logits(line, start, entries, BLOCK)
+        keys = tl.where(column < entries, pack(logit, column), NOTHING)
+        best = tl.maximum(best, keys)
+    token = columns_of(tl.max(best, axis=0))
     peak = tl.load(line + token).to(tl.float32)
-    finite = tl.abs(peak) < float("inf")
+    finite = tl.abs(peak) < INF
     floor = tl.zeros((), tl.float32)
-    if sampling.top_k is not None:
-        most = tl.load(sampling.top_k + row).to(tl.float32)
-        if finite & (most < entries):
-            floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
-    if sampling.top_p is not None:
-        share = tl.load(sampling.top_p + row)
-        if finite & (share < 1.0):
-            wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
-            floor = tl.maximum(
-                floor,
-                _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST),
-            )
+    most = tl.load(sampling.top_k + row).to(tl.float32)
+    if finite & (most < entries):
+        floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
+    share = tl.load(sampling.top_p + row)
+    if finite & (share < 1.0):
+        wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
+        least = _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST)
+        floor = tl.maximum(floor, least)
     seed = tl.load(sampling.seeds + row)
     position = tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column, logit = _logits(line, start, entries, BLOCK)
         inside = column < entries
-        logit = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32)
         score = (logit - peak) / heat
-        weight = tl.exp(score)
-        out_of_it = weight < floor
+        outside = tl.exp(score) < floor
         ids = column.to(tl.int64)
         if token_ids is not None:
             ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
         # In log space: weights underflow float32 at low temperatures.
         score = score - tl.log(exponential(seed, position, ids))
-        race = tl.maximum(
-            race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING)
-        )
+        # NaN is not outside.
+        runs = inside & (outside == 0)
+        race = tl.maximum(race, tl.where(runs, pack(score, column), NOTHING))
     drawn = columns_of(tl.max(race, axis=0))
     token = tl.where(cold, token, drawn)
     tl.store(tokens + row * token_stride + number, tl.where(finite, token, INVALID))
@@ -227,41 +218,30 @@ def draw_rows(
     """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
     tokens = torch.empty(len(logits), 1, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    draw_next(logits.unsqueeze(1), with_seeds(sampling), 0, tokens, token_ids)
+    draw_next(logits, sampling, 0, tokens, token_ids)
     return tokens.squeeze(1)
 
 
-def with_seeds(sampling: Sampling) -> Sampling:
-    """The sampling parameters, with seeds from torch's generator if they have none."""
-    if sampling.seeds is not None and sampling.positions is not None:
-        return sampling
-    seeds = torch.randint(
-        1 << 62, sampling.temperature.shape, device=sampling.temperature.device
-    )
-    return sampling._replace(seeds=seeds, positions=torch.zeros_like(seeds))
-
-
 def draw_next(
-    # [rows, draws, entries], each row contiguous; or [rows, 1, entries] of this draw
-    # alone
-    logits: torch.Tensor,
-    sampling: Sampling,  # with seeds, at the positions of the first draw
-    number: int,  # index of the draw
+    logits: torch.Tensor,  # [rows, entries], each row contiguous
+    sampling: Sampling,  # at the positions of the first draw
+    number: int,  # index of this draw
     tokens: torch.Tensor,  # [rows, draws] int64, output
     token_ids: torch.Tensor | None,  # as in draw_rows
 ) -> None:
     """Make one of several draws from each row; see draw_rows."""
-    entries = logits.shape[-1]
+    ids_stride = 0
+    if token_ids is not None and token_ids.dim() == 2:
+        ids_stride = token_ids.stride(0)
     _draw[(len(logits),)](
         logits,
         logits.stride(0),
         sampling,
         token_ids,
-        token_ids.stride(0) if token_ids is not None and token_ids.dim() == 2 else 0,
+        ids_stride,
         tokens,
         tokens.stride(0),
-        entries,
-        number * entries if logits.shape[1] > 1 else 0,
+        logits.shape[1],
         number,
         BLOCK=BLOCK_V,
         BLOCK_LEAST=BLOCK_S,
@@ -271,14 +251,14 @@ def draw_next(
 
 @triton.jit
 def _accept(
-    drawn: tl.tensor,
-    drafts: tl.tensor,
-    starts: tl.tensor,
-    tokens: tl.tensor,
-    counts: tl.tensor,
-    width: tl.tensor,
+    drawn,
+    drafts,
+    starts,
+    tokens,
+    counts,
+    width,
     BLOCK: tl.constexpr,
-) -> None:
+):
     request = tl.program_id(0)
     start = tl.load(starts + request)
     end = tl.load(starts + request + 1)
@@ -288,10 +268,8 @@ def _accept(
     token = tl.load(drawn + start + place, mask=here, other=0)
     draft = tl.load(drafts + start + place + 1, mask=follows, other=-1)
     tl.store(tokens + request * width + place, token, mask=place < width)
-    tl.store(
-        counts + request,
-        tl.min(tl.where(follows & (token == draft), BLOCK, place), axis=0) + 1,
-    )
+    accepted = tl.min(tl.where(follows & (token == draft), BLOCK, place), axis=0)
+    tl.store(counts + request, accepted + 1)
 
 
 def accept_drawn(

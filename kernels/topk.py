@@ -40,25 +40,14 @@ def shard_topk(
         num_valid: number of columns that are real tokens.
         with_logsumexp: whether a probability will be needed; if not, the log-sum-exp is
             arbitrary, which saves a pass.
-
-    Raises:
-        ValueError: if k is not within 1..num_valid.
     """
-    if not 1 <= k <= num_valid:
-        raise ValueError(
-            f"k={k} is outside 1..{num_valid}, the number of tokens in this shard"
-        )
     logits = logits[:, :num_valid]
     # max() is a single pass where topk() sorts; k = 1 is the common case.
-    values, columns = (
-        logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
-    )
+    best = logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
+    values, columns = best
+    logsumexp = values[:, 0].float()
     if with_logsumexp:
         logsumexp = torch.logsumexp(logits.float(), dim=-1)
-    else:
-        logsumexp = torch.zeros(
-            logits.shape[0], dtype=torch.float32, device=logits.device
-        )
     ids = torch.where(values.isfinite(), columns + vocab_start, INVALID)
     return ShardTopK(values.float(), ids, logsumexp)
 

@@ -7,10 +7,13 @@ is computed in the forward pass, chunk after chunk, and memory is chunk x vocabu
 any number of rows.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from vllm_ppd.kernels.sampling import at_least_float32
 
 # Logits held at once: as many as a CPU's caches hold (1.8 times faster than 2^23), or
 # enough to fill a GPU.
@@ -26,6 +29,20 @@ def rows_a_chunk(unembedding: torch.Tensor) -> int:
     return max(LEAST_ROWS, elements // len(unembedding))
 
 
+def _chunks(rows: int, unembedding: torch.Tensor) -> Iterator[slice]:
+    step = rows_a_chunk(unembedding)
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def _logits(
+    states: torch.Tensor, unembedding: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """E h + bias, at least float32: [rows, vocabulary]."""
+    logits = functional.linear(states.to(unembedding.dtype), unembedding, bias)
+    return at_least_float32(logits)
+
+
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,19 +52,22 @@ class _TokenLogProbs(torch.autograd.Function):
         unembedding: torch.Tensor,
         bias: Any,
     ) -> Any:
-        rows = states.to(unembedding.dtype)
-        dtype = torch.promote_types(unembedding.dtype, torch.float32)
-        result = torch.empty(tokens.shape, dtype=dtype, device=rows.device)
+        dtype = unembedding.dtype
+        result = torch.empty(
+            tokens.shape,
+            dtype=torch.promote_types(dtype, torch.float32),
+            device=states.device,
+        )
         # E^T softmax(E h): the term that the gradients of a row's tokens share.
-        expected = torch.empty_like(rows) if states.requires_grad else None
-        step = rows_a_chunk(unembedding)
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            logits = functional.linear(rows[part], unembedding, bias).to(dtype)
+        expected = None
+        if ctx.needs_input_grad[0]:
+            expected = torch.empty_like(states, dtype=dtype)
+        for part in _chunks(len(states), unembedding):
+            logits = _logits(states[part], unembedding, bias)
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             result[part] = logits.gather(1, tokens[part]) - total
             if expected is not None:
-                probs = logits.sub_(total).exp_().to(unembedding.dtype)
+                probs = logits.sub_(total).exp_().to(dtype)
                 torch.mm(probs, unembedding, out=expected[part])
         ctx.save_for_backward(tokens, unembedding, expected)
         ctx.dtype = states.dtype
@@ -60,12 +80,8 @@ class _TokenLogProbs(torch.autograd.Function):
         gradient = functional.embedding_bag(
             tokens, unembedding, per_sample_weights=weights, mode="sum"
         )
-        return (
-            (gradient - weights.sum(1, keepdim=True) * expected).to(ctx.dtype),
-            None,
-            None,
-            None,
-        )
+        gradient = gradient - weights.sum(1, keepdim=True) * expected
+        return gradient.to(ctx.dtype), None, None, None
 
 
 def token_log_probs(
@@ -77,9 +93,8 @@ def token_log_probs(
     """log softmax(E h)[token] of each row, differentiable in the states: the tokens'
     shape, at least float32.
     """
-    log_probs = _TokenLogProbs.apply(
-        states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias
-    )
+    columns = tokens if tokens.dim() == 2 else tokens[:, None]
+    log_probs = _TokenLogProbs.apply(states, columns, unembedding, bias)
     return log_probs.view(tokens.shape)
 
 
@@ -96,14 +111,10 @@ def top_log_probs(
         (token IDs [rows, k] int64, their log softmax(E h) over the whole vocabulary
         [rows, k] float32).
     """
-    rows = states.to(unembedding.dtype)
     ids = []
     log_probs = []
-    step = rows_a_chunk(unembedding)
-    for start in range(0, len(rows), step):
-        logits = functional.linear(
-            rows[start : start + step], unembedding, bias
-        ).float()
+    for part in _chunks(len(states), unembedding):
+        logits = _logits(states[part], unembedding, bias)
         best = logits.topk(k, dim=-1)
         ids.append(best.indices)
         log_probs.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
@@ -120,36 +131,26 @@ class _KLToTeacher(torch.autograd.Function):
         bias: Any,
         compare: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = unembedding.dtype
         exits, rows = students.shape[:2]
-        divergence = torch.empty(
-            exits, rows, dtype=torch.float32, device=students.device
-        )
-        match = torch.zeros(exits, rows, dtype=torch.bool, device=students.device)
-        gradient = torch.empty(students.shape, dtype=dtype, device=students.device)
-        step = rows_a_chunk(unembedding)
-        for start in range(0, rows, step):
-            part = slice(start, start + step)
-            log_p = functional.log_softmax(
-                functional.linear(teacher[part].to(dtype), unembedding, bias).float(),
-                -1,
-            )
+        device = students.device
+        divergence = torch.empty(exits, rows, dtype=torch.float32, device=device)
+        match = torch.zeros(exits, rows, dtype=torch.bool, device=device)
+        gradient = torch.empty_like(students, dtype=unembedding.dtype)
+        for part in _chunks(rows, unembedding):
+            log_p = _logits(teacher[part], unembedding, bias).log_softmax(-1)
             p = log_p.exp()
             best = log_p.argmax(-1)
             negative_entropy = (p * log_p).sum(-1)
             for index in range(exits):
-                logits = functional.linear(
-                    students[index, part].to(dtype), unembedding, bias
-                ).float()
+                logits = _logits(students[index, part], unembedding, bias)
                 total = torch.logsumexp(logits, dim=-1)
                 if compare:
                     match[index, part] = logits.argmax(-1) == best
-                divergence[index, part] = (
-                    negative_entropy + total - torch.linalg.vecdot(p, logits)
-                )
+                cross_entropy = total - torch.linalg.vecdot(p, logits)
+                divergence[index, part] = negative_entropy + cross_entropy
                 if ctx.needs_input_grad[0]:
                     difference = logits.sub_(total[:, None]).exp_().sub_(p)
-                    gradient[index, part] = difference.to(dtype) @ unembedding
+                    gradient[index, part] = difference.to(gradient.dtype) @ unembedding
         ctx.save_for_backward(gradient)
         ctx.dtype = students.dtype
         ctx.mark_non_differentiable(match)

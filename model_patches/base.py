@@ -17,6 +17,7 @@ but the last ends in a state, from which the next stage starts.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 from abc import ABC, abstractmethod
@@ -102,8 +103,13 @@ class Stack(nn.Module):
     """Consecutive layers [start, stop) of the target; the first stack also embeds, the
     last also applies the norm.
 
-    Layers beyond the target's may be given; they are numbered after the target's, and
-    their output is normed.
+    Args:
+        adapter: of the model.
+        start, stop: numbers of the layers.
+        layers: layers beyond the target's; they are numbered after the target's, and
+            their output is normed.
+        taps: ascending layer counts; the sums that the layers after them read,
+            [tokens, hidden] each, follow the output.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Stack(nn.Module):
         start: int,
         stop: int,
         layers: Sequence[nn.Module] | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.adapter = adapter
@@ -122,18 +129,32 @@ class Stack(nn.Module):
         if layers is not None:
             self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.is_last = stop >= len(adapter.layers)
-        self.taps: tuple[int, ...] = ()  # layers before which the state is kept, if any
+        self.taps = tuple(taps)
 
     def forward(
         self,
         positions: torch.Tensor,
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
-    ) -> torch.Tensor | CutState:
-        hidden, residual = self.adapter.run(self.layers, positions, hidden, residual)
-        return (
-            self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
-        )
+    ) -> Any:
+        return self.run(positions, hidden, residual)
+
+    def run(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> Any:
+        """The state after the layers, or normed hidden states if they are the last."""
+        state: CutState = (hidden, residual)
+        tapped = []
+        bounds = [0, *self.taps, len(self.layers)]
+        for start, stop in itertools.pairwise(bounds):
+            state = self.adapter.run(self.layers[start:stop], positions, *state)
+            if stop < len(self.layers):
+                tapped.append(summed(state))  # vLLM's norms overwrite their inputs
+        output = self.adapter.norm(*state) if self.is_last else state
+        return (output, *tapped) if tapped else output
 
 
 class FirstStack(Stack):
@@ -141,13 +162,8 @@ class FirstStack(Stack):
 
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor | CutState:
-        hidden, residual = self.adapter.run(
-            self.layers, positions, self.adapter.embed(input_ids), None
-        )
-        return (
-            self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
-        )
+    ) -> Any:
+        return self.run(positions, self.adapter.embed(input_ids), None)
 
 
 def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
@@ -156,18 +172,14 @@ def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) ->
     vLLM keys compiled code by class and code object; two stacks of one class would run
     each other's layers. Each stack therefore gets a class and a code object of its own.
     """
-    name = f"{base.__name__}_{kwargs['start']}_{kwargs['stop']}"
+    numbers = [kwargs["start"], kwargs["stop"], *kwargs.get("taps", ())]
+    name = "_".join([base.__name__, *map(str, numbers)])
     code = base.forward.__code__.replace(co_name=name)
-    forward = types.FunctionType(
-        code, base.forward.__globals__, name, None, base.forward.__closure__
-    )
+    forward = types.FunctionType(code, base.forward.__globals__, name)
     forward.__qualname__ = f"{name}.forward"
     forward.__annotations__ = dict(base.forward.__annotations__)
-    tokens_first = (
-        {"input_ids": 0, "positions": 0}
-        if issubclass(base, FirstStack)
-        else {"positions": 0, "hidden": 0, "residual": 0}
-    )
+    tokens_first = dict.fromkeys(inspect.signature(base.forward).parameters, 0)
+    del tokens_first["self"]
     cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
     cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)
     with set_model_tag(name):  # a cache folder of its own, and a name in vLLM's log
@@ -198,13 +210,11 @@ class ModelCut:
         whole: whether to compile the full forward as one more piece: starting a piece
             costs host time, which CUDA graphs hide.
         embedded: whether forwards get embeddings in place of token IDs.
+        taps: of the first stack.
 
     Raises:
         ValueError: if the family cannot be cut or an exit layer is out of range.
     """
-
-    first_stack: type[Stack] = FirstStack
-    first_stack_embedded: type[Stack] = Stack
 
     def __init__(
         self,
@@ -214,45 +224,39 @@ class ModelCut:
         layers: tuple[int, int] | None = None,
         whole: bool = False,
         embedded: bool = False,
+        taps: Sequence[int] = (),
     ) -> None:
         self.adapter = adapter_of(model, vllm_config)
         self.embedded = embedded
         first, last = layers or (0, len(self.adapter.layers))
-        if list(exit_layers) != sorted(set(exit_layers)) or not all(
-            first < e < last for e in exit_layers
-        ):
+        bounds = [first, *exit_layers, last]
+        spans = list(itertools.pairwise(bounds))
+        if any(start >= stop for start, stop in spans):
             raise ValueError(
                 f"exit layers {list(exit_layers)} are not ascending within "
                 f"{first + 1}..{last - 1}"
             )
         self.exit_layers = tuple(exit_layers)
-        bounds = [first, *exit_layers, last]
-        starts = self.first_stack_embedded if embedded else self.first_stack
-        self.stacks: list[Stack] = [
-            compiled_stack(
-                starts if start == 0 else Stack,
+
+        def compiled(start: int, stop: int) -> Stack:
+            from_ids = start == 0 and not embedded
+            return compiled_stack(
+                FirstStack if from_ids else Stack,
                 vllm_config,
                 adapter=self.adapter,
                 start=start,
                 stop=stop,
+                taps=taps if start == first else (),
             )
-            for start, stop in itertools.pairwise(bounds)
-        ]
-        self.whole: Stack | None = None
-        if whole:
-            kind = Stack if embedded else FirstStack
-            self.whole = compiled_stack(
-                kind, vllm_config, adapter=self.adapter, start=first, stop=last
-            )
+
+        self.stacks = [compiled(*span) for span in spans]
+        self.whole = compiled(first, last) if whole else None
+        self.compiled = [*self.stacks, *([self.whole] if self.whole else [])]
+        self.has_residual = self.adapter.has_residual
         # CUDA graphs read their inputs at fixed addresses, so these buffers pass the
         # state from stack to stack.
         self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
-
-    @property
-    def compiled(self) -> list[Stack]:
-        """Every stack."""
-        return [*self.stacks, *([] if self.whole is None else [self.whole])]
 
     def allocate_graph_buffers(
         self,
@@ -263,10 +267,8 @@ class ModelCut:
     ) -> None:
         """Allocate the buffers between stacks for CUDA graphs."""
         hidden = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
-        self.graph_buffers = (
-            hidden,
-            torch.zeros_like(hidden) if self.adapter.has_residual else None,
-        )
+        residual = torch.zeros_like(hidden) if self.has_residual else None
+        self.graph_buffers = (hidden, residual)
 
     def in_graph_buffers(self, state: CutState) -> CutState:
         """The state where the next stack expects it: the state itself, or its copy in
@@ -307,11 +309,9 @@ class ModelCut:
         embeddings: torch.Tensor | None,
     ) -> Any:
         """Run a stack that begins at the model's input."""
-        return (
-            stack(input_ids, positions)
-            if embeddings is None
-            else stack(positions, embeddings, None)
-        )
+        if embeddings is None:
+            return stack(input_ids, positions)
+        return stack(positions, embeddings, None)
 
     def forward(
         self,
@@ -333,43 +333,24 @@ class ModelCut:
             Normed hidden states [tokens, hidden]; the state if the target's last layer
             is in a later stage.
         """
-        embeddings = (
-            self.embeddings(input_ids, inputs_embeds) if state is None else None
-        )
-        if self.whole is not None:
-            if (
-                get_forward_context().attn_metadata is None
-            ):  # vLLM's trial run, in which the stacks are compiled, too
-                self._in_a_row(input_ids, positions, state, embeddings)
-            output: torch.Tensor = self.start(
-                self.whole, input_ids, positions, embeddings
-            )
-            return output
-        return self._in_a_row(input_ids, positions, state, embeddings)
-
-    def _in_a_row(
-        self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        state: CutState | None,
-        embeddings: torch.Tensor | None,
-    ) -> torch.Tensor | CutState:
-        stacks = self.stacks
+        embeddings = None
         if state is None:
-            state = self.start(stacks[0], input_ids, positions, embeddings)
-            stacks = stacks[1:]
-            assert state is not None
-        if not stacks:
-            return state
-        for stack in stacks[:-1]:
-            state = stack(positions, *self.in_graph_buffers(state))
-        return stacks[-1](positions, *self.in_graph_buffers(state))
+            embeddings = self.embeddings(input_ids, inputs_embeds)
+        output: Any = state
+        # In vLLM's trial run, which has no attention metadata, the stacks are compiled,
+        # too.
+        if self.whole is None or get_forward_context().attn_metadata is None:
+            for stack in self.stacks:
+                if output is None:
+                    output = self.start(stack, input_ids, positions, embeddings)
+                else:
+                    output = stack(positions, *self.in_graph_buffers(output))
+        if self.whole is not None:
+            output = self.start(self.whole, input_ids, positions, embeddings)
+        return output
 
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
         """The names of vLLM's attention layers in a stack."""
         stack = self.stacks[level]
-        return [
-            name
-            for name in names
-            if stack.start <= extract_layer_index(name) < stack.stop
-        ]
+        numbers = range(stack.start, stack.stop)
+        return [name for name in names if extract_layer_index(name) in numbers]

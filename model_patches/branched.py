@@ -11,9 +11,7 @@ own. Heads that read the states of several layers need no branch: the forward st
 these states (TappedModel).
 """
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,49 +19,10 @@ from vllm.config import VllmConfig
 
 from vllm_ppd.model_patches.base import (
     CutState,
-    FirstStack,
     ModelCut,
     Stack,
     compiled_stack,
-    summed,
 )
-
-
-def tapped(
-    stack: Stack,
-    positions: torch.Tensor,
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """Normed hidden states, and the sums that the layers at the stack's taps read,
-    [tokens, hidden] each.
-    """
-    state: CutState = (hidden, residual)
-    states = []
-    for start, stop in itertools.pairwise([0, *stack.taps, len(stack.layers)]):
-        state = stack.adapter.run(stack.layers[start:stop], positions, *state)
-        if stop < len(stack.layers):
-            states.append(summed(state))  # vLLM's norms overwrite what they are given
-    return stack.adapter.norm(*state), *states
-
-
-class TappedStack(FirstStack):
-    """A stack of the whole target that also returns the states before some of its layers."""
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
-        return tapped(self, positions, self.adapter.embed(input_ids), None)
-
-
-class TappedEmbeddedStack(Stack):
-    """A TappedStack that starts from embeddings."""
-
-    def forward(
-        self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> Any:
-        return tapped(self, positions, hidden, residual)
 
 
 class TappedModel(ModelCut):
@@ -80,8 +39,6 @@ class TappedModel(ModelCut):
         ValueError: if the family cannot be cut.
     """
 
-    first_stack = TappedStack
-
     def __init__(
         self,
         model: nn.Module,
@@ -89,8 +46,7 @@ class TappedModel(ModelCut):
         layers: Sequence[int],
         buffers: torch.Tensor,
     ) -> None:
-        super().__init__(model, vllm_config, ())
-        self.stacks[0].taps = tuple(layers)
+        super().__init__(model, vllm_config, (), taps=layers)
         self.buffers = buffers
 
     def forward(
@@ -112,7 +68,7 @@ class Branches(Stack):
     piece costs host time.
     """
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         positions: torch.Tensor,
         hidden: torch.Tensor,
@@ -121,17 +77,15 @@ class Branches(Stack):
         """Return each layer's normed hidden states [tokens, hidden], given the
         pre-final state without a residual.
         """
-        return tuple(
-            self.adapter.norm(
-                *self.adapter.run([layer], positions, hidden.clone(), None)
-            )
-            for layer in self.layers
-        )
+        outputs = []
+        for layer in self.layers:
+            state = self.adapter.run([layer], positions, hidden.clone(), None)
+            outputs.append(self.adapter.norm(*state))
+        return tuple(outputs)
 
 
 class BranchedModel(ModelCut):
-    """A loaded model whose forward runs further layers beside its last one, unless they
-    are skipped.
+    """A loaded model whose forward runs further layers beside its last one.
 
     Args:
         model: the causal LM as vLLM loaded it.
@@ -140,18 +94,15 @@ class BranchedModel(ModelCut):
         embedded: whether forwards are given embeddings in place of token IDs.
     """
 
-    first_stack = TappedStack
-    first_stack_embedded = TappedEmbeddedStack
-
     def __init__(
         self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False
     ) -> None:
-        super().__init__(model, vllm_config, (), embedded=embedded)
-        self.stacks[0].taps = (len(self.adapter.layers) - 1,)
+        last = vllm_config.model_config.hf_text_config.num_hidden_layers - 1
+        super().__init__(model, vllm_config, (), embedded=embedded, taps=(last,))
+        self.has_residual = False  # the branches read a sum
         self.branches: Stack | None = None
         # [branches, max tokens, hidden], their latest output
         self.branch_hidden: torch.Tensor | None = None
-        self.skip_branches = False  # whether forwards leave out the branches
 
     def add_branches(
         self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor
@@ -173,23 +124,8 @@ class BranchedModel(ModelCut):
             stop=first + len(layers),
             layers=layers,
         )
+        self.compiled.append(self.branches)
         self.branch_hidden = hidden
-
-    @property
-    def compiled(self) -> list[Stack]:
-        return [*super().compiled, *([] if self.branches is None else [self.branches])]
-
-    def allocate_graph_buffers(
-        self,
-        max_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.graph_buffers = (
-            torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device),
-            None,
-        )
 
     def forward(
         self,
@@ -201,16 +137,12 @@ class BranchedModel(ModelCut):
         """As ModelCut.forward; the model is in one pipeline stage."""
         embeddings = self.embeddings(input_ids, inputs_embeds)
         output, before = self.start(self.stacks[0], input_ids, positions, embeddings)
-        if (
-            self.branches is not None
-            and self.branch_hidden is not None
-            and not self.skip_branches
-        ):
+        if self.branches is not None and self.branch_hidden is not None:
             if self.graph_buffers is not None:
                 # The branches' CUDA graphs may reuse the memory of the target's last
-                # graph
+                # graph.
                 output = output.clone()
             states = self.branches(positions, *self.in_graph_buffers((before, None)))
             for hidden, state in zip(self.branch_hidden, states, strict=True):
-                hidden[: output.shape[0]].copy_(state)
+                hidden[: len(state)].copy_(state)
         return output

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of the exactness suite: each runs the same requests on two engines; the
-tokens must be identical.
+"""The cases of the exactness suite, each of which runs the same requests on two engines,
+and the variants of drafting; the tokens must be identical.
 """
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -72,11 +73,6 @@ def batch_16(llm: Any) -> Any:
 def mixed_lengths(llm: Any) -> Any:
     """Requests that end at different steps, so that the batch shrinks and rows move."""
     return generate(llm, prompts(12), [greedy(max_tokens=3 + 5 * i) for i in range(12)])
-
-
-def crowd_that_ends(llm: Any) -> Any:
-    """Two requests are left of a batch, longer than the others."""
-    return generate(llm, prompts(16)[::-2], [greedy(6)] * 6 + [greedy()] * 2)
 
 
 def more_than_fit(llm: Any) -> Any:
@@ -162,30 +158,42 @@ def logprobs(llm: Any) -> Any:
     return result
 
 
-def arrivals_and_aborts(llm: Any) -> Any:
-    """Requests that come and go in mid-flight, driven a step at a time."""
-    requests = prompts(10, 60)
+def run_arrivals(
+    llm: Any,
+    arrivals: dict[int, list[tuple[Any, SamplingParams]]],
+    aborted: dict[int, str] | None = None,
+) -> dict[str, list[int]]:
+    """The outputs by name, arrival-0 first, of requests that come and go in mid-flight.
+
+    Args:
+        llm: driven a step at a time.
+        arrivals: requests with their parameters, by the step at which they come.
+        aborted: names of requests, by the step at which they go.
+    """
     engine = llm.llm_engine
     finished: dict[str, list[int]] = {}
-    added: list[str] = []
-    # Step -> request, in the middle of its decoding
-    aborted = {
-        8: "arrival-2",
-        17: "arrival-4",
-    }
+    count = itertools.count()
     step = 0
-    while step < 3 * len(requests) or engine.has_unfinished_requests():
-        if step % 3 == 0 and len(added) < len(requests):
-            index = len(added)
-            added.append(f"arrival-{index}")
-            engine.add_request(added[-1], requests[index], greedy(max_tokens=60))
-        if step in aborted:
+    while step <= max(arrivals) or engine.has_unfinished_requests():
+        for request, params in arrivals.get(step, ()):
+            engine.add_request(f"arrival-{next(count)}", request, params)
+        if aborted and step in aborted:
             engine.abort_request([aborted[step]], internal=False)
         for output in engine.step():
             if output.finished:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         step += 1
-    assert set(finished) == set(added) - set(aborted.values())
+    return finished
+
+
+def arrivals_and_aborts(llm: Any) -> Any:
+    """Requests that come every third step; two go in the middle of their decoding."""
+    requests = prompts(10, 60)
+    arrivals = {
+        3 * i: [(request, greedy(max_tokens=60))] for i, request in enumerate(requests)
+    }
+    finished = run_arrivals(llm, arrivals, {8: "arrival-2", 17: "arrival-4"})
+    assert len(finished) == 8
     return finished
 
 
@@ -201,7 +209,6 @@ CASES: dict[str, Callable[[Any], Any]] = {
         batch_1,
         batch_16,
         mixed_lengths,
-        crowd_that_ends,
         more_than_fit,
         token_limits,
         model_length,
@@ -213,4 +220,72 @@ CASES: dict[str, Callable[[Any], Any]] = {
         arrivals_and_aborts,
         request_switch,
     )
+}
+
+LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
+CLASSIFIERS = ("early", {"head": "classifier"})
+HAND_MADE = ("hand-made", {"exit_layers": (4,), "noise": 0.05})
+# CP heads of experts without a condition, of a state that reads the drafts, and whole
+# classifiers.
+PLAIN = ("cp", {"rank": 3, "condition": "none"})
+RECURRENT = ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4})
+WHOLE = ("cp", {"rank": 2, "factorised": False, "condition": "none"})
+DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
+# Every case must hold for each of them. "heads" names what is filled in as the model: a kind of
+# heads and how they are made.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "middle": {"method": "ppd", "exit_layer": 3},
+    # Under tensor parallelism gamma needs all of values, token IDs and probabilities.
+    "heads": {
+        "method": "ppd",
+        "num_speculative_tokens": 2,
+        "gamma": 0.03,
+        "heads": HAND_MADE,
+    },
+    "classifiers": {
+        "method": "ppd",
+        "exit_layer": 4,
+        "gamma": 0.02,
+        "heads": CLASSIFIERS,
+    },
+    "last": {
+        "method": "ppd",
+        "exit_layer": 5,
+        "num_speculative_tokens": 7,
+        "draft_sample_method": "greedy",
+    },
+    "cut-off": {"method": "ppd", "exit_layer": 3, "disable_by_batch_size": 9},
+    "cp": {"method": "cp", "heads": PLAIN},
+    "cp-recurrent": {"method": "cp", "heads": RECURRENT},
+    "cp-layers": {"method": "cp", "heads": ("cp", {**RECURRENT[1], "layers": (1, 3)})},
+    "cp-recurrent-longer": {
+        "method": "cp",
+        "num_speculative_tokens": 5,
+        "draft_vocab_size": 100,
+        "heads": RECURRENT,
+    },
+    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": WHOLE},
+    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": WHOLE},
+    "dynamo-short": {**DYNAMO, "draft_vocab_size": 100},
+    "dynamo": DYNAMO,
+    "dynamo-2": {
+        **DYNAMO,
+        "num_speculative_tokens": 1,
+        "eps_b": 0.0,
+        "heads": ("dynamo", {"mask_entries": 0}),
+    },
+    "lookup": {"method": "ppd", "exit_layer": 3, "prompt_lookup_min": 1},
+    "lookup-alone": {"method": "ppd", "prompt_lookup_min": 1},
+    "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
+    "dynamo-lookup": DYNAMO | LOOKUP,
+    "recurrent": {
+        "method": "recurrent",
+        "heads": ("recurrent", {"tie_weights": False}),
+    },
+    "recurrent-short": {
+        "method": "recurrent",
+        "num_speculative_tokens": 5,
+        "draft_vocab_size": 100,
+        "heads": ("recurrent", {}),
+    },
 }

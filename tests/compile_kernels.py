@@ -24,11 +24,9 @@ from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
-MOST_SHARED = (
-    99 << 10
-    # Bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
-    # and 8.9)
-)
+# Bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6
+# and 8.9)
+MOST_SHARED = 99 << 10
 
 
 class Target:
@@ -45,8 +43,9 @@ class Target:
 
 
 def main() -> None:
-    compiled: set[str] = set()
-    variants: set[str] = set()  # of the code, one a kernel and specialisation
+    variants: set[tuple[str, str]] = (
+        set()
+    )  # of the code, one a kernel and specialisation
     launch = JITFunction.run
 
     def compile_only(
@@ -54,59 +53,57 @@ def main() -> None:
     ) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         assert "cubin" in kernel.asm, self.__name__
-        assert kernel.metadata.shared <= MOST_SHARED, (
-            f"{self.__name__} takes {kernel.metadata.shared} bytes"
-        )
-        variants.add(f"{self.__name__} {kernel.hash[:8]}")
-        compiled.add(f"{self.__module__.rsplit('.', 1)[-1]}.{self.__name__}")
+        assert kernel.metadata.shared <= MOST_SHARED, self.__name__
+        variants.add((self.__name__, kernel.hash))
 
     driver.set_active(Target())
     JITFunction.run = compile_only
-    index = torch.tensor([1, 2])
-    for sampling in (None, sampling_of(2)):
-        logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(
-            torch.zeros(2, 3), logits, index, sampling, torch.arange(5000)
-        )
-    for heads, first in ((2, index), (3, None)):
-        joint(2, heads, first)
-    drafted(2)
-    sampling_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000))
+    serve(2)
+    joint(2, 3, None)
     # One code for every batch size of a bucket, and for every position of a chain: what
     # is warmed up serves them all.
     known = set(variants)
-    for rows in (2, 3, 16):
-        logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
-        weights = torch.zeros(rows, 3)
-        first = torch.arange(rows)
-        cp_mixture_triton.draft_chain(
-            weights, logits, first, sampling_of(rows), torch.arange(5000)
-        )
-        joint(rows, 2, torch.arange(rows))
-        drafted(rows)
-    assert variants == known, (
-        f"would be compiled while serving: {sorted(variants - known)}"
-    )
+    for requests in (3, 16):
+        serve(requests)
+    assert variants == known, f"compiled while serving: {sorted(variants - known)}"
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
-    assert len(mixes) == 2, (
-        f"{len(mixes)} variants of a chain's positions, greedy and sampled"
-    )
-    print(*sorted(compiled))
+    assert len(mixes) == 2, "not one variant of a chain's positions, greedy and sampled"
+    print(*{name for name, _ in variants})
 
 
 def sampling_of(requests: int) -> Sampling:
-    """With limits and seeds, as runner V2 samples."""
+    """As runner V2 samples."""
     seeds = torch.zeros(requests, dtype=torch.int64)
     return Sampling(*torch.ones(3, 1024)[:, :requests], seeds, seeds)
 
 
+def serve(requests: int) -> None:
+    """Draft, verify and stage for so many requests."""
+    logits = torch.zeros(requests, 4, 3, 5000, dtype=torch.bfloat16)
+    weights = torch.zeros(requests, 3)
+    places = torch.zeros(requests, dtype=torch.int64)
+    token_ids = torch.arange(5000)
+    sampling = sampling_of(requests)
+    for how in (None, sampling):
+        cp_mixture_triton.draft_chain(weights, logits, places, how, token_ids)
+    sampling_triton.draw_rows(torch.zeros(requests, 5000), sampling, token_ids)
+    joint(requests, 2, places)
+    starts = torch.zeros(requests + 1, dtype=torch.int32)
+    numbers = starts[:-1]
+    hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
+    settings = torch.zeros(6, 1024)
+    staged = Staged(places, places, places, places, hidden, settings, places)
+    end = StepEnd(
+        numbers, starts, numbers, numbers, places[:, None], places, hidden, places
+    )
+    staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
+    sampling_triton.accept_drawn(places, places.int(), starts, 4)
+
+
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
     """Choose n-grams for so many requests, with a mask and without one, and draw some."""
-    top = Top(
-        torch.zeros(heads, requests, 50),
-        torch.zeros(heads, requests, 50, dtype=torch.int64),
-        first,
-    )
+    scores = torch.zeros(heads, requests, 50)
+    top = Top(scores, scores.long(), first)
     ngrams = Ngrams(
         torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000, 1000
     )
@@ -119,30 +116,7 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
     ):
         peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
     likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)
-    for sampling in (Sampling(torch.ones(requests)), sampling_of(requests)):
-        joint_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling)
-
-
-def drafted(requests: int) -> None:
-    """Stage a step of so many requests, and accept the drafts of one."""
-    places = torch.zeros(requests, dtype=torch.int64)
-    integers = torch.zeros(requests + 1, dtype=torch.int32)
-    hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
-    staged = Staged(
-        places, places, places, places, hidden, torch.zeros(6, 1024), places
-    )
-    end = StepEnd(
-        integers[:-1],
-        integers,
-        integers[:-1],
-        integers[:-1],
-        places[:, None],
-        places,
-        hidden,
-        places,
-    )
-    staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
-    sampling_triton.accept_drawn(places, places.int(), integers, 4)
+    joint_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling_of(requests))
 
 
 if __name__ == "__main__":

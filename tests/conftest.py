@@ -8,9 +8,7 @@ import functools
 import json
 import logging
 import os
-import resource
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
@@ -26,12 +24,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 # It would win over an engine's own kv_cache_memory_bytes
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-if worker := os.environ.get(
-    "PYTEST_XDIST_WORKER"
-):  # one of several that run at once: a core each
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 
 import pytest
 import tiny
@@ -39,7 +33,30 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
+# Several pytest workers run at once: a core each, except for tests with ranks
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+CORES = sorted(os.sched_getaffinity(0))
 Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes the tests of a file, or all of tests/distributed."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            ranks = "tests/distributed"
+            return ranks if nodeid.startswith(ranks) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if WORKER:
+        core = CORES[int(WORKER.removeprefix("gw")) % len(CORES)]
+        ranks = item.get_closest_marker("ranks")
+        os.sched_setaffinity(0, CORES if ranks else [core])
 
 
 def full_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:
@@ -81,11 +98,7 @@ def made_once(
     processes that run tests.
     """
     base = tmp_path_factory.getbasetemp()
-    shared = (
-        base.parent / "shared"
-        if "PYTEST_XDIST_WORKER" in os.environ
-        else base / "shared"
-    )
+    shared = (base.parent if WORKER else base) / "shared"
     shared.mkdir(exist_ok=True)
 
     def get(name: str, make: Callable[[Path], Any]) -> Path:
@@ -108,18 +121,6 @@ def tiny_model(made_once: Factory) -> Callable[..., Path]:
     return lambda family="llama": made_once(
         family, lambda folder: tiny.make_model(folder, family)
     )
-
-
-@pytest.fixture
-def bounded() -> Iterator[None]:
-    """A fuzz test takes at most two minutes of the processor, and 2 GiB more memory
-    than it found.
-    """
-    seconds = time.process_time()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    yield
-    assert time.process_time() - seconds < 120
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 << 20  # KiB
 
 
 @contextlib.contextmanager
@@ -238,10 +239,10 @@ def _count(scheduler: Any) -> Counter[str]:
 _ALIVE: list[Any] = []
 
 
-@pytest.fixture(scope="session")
-def engine(tiny_model: Factory) -> Callable[..., Any]:
-    """engine(speculative_config, **settings) on a tiny model; the same arguments give
-    the same engine.
+@contextlib.contextmanager
+def engines(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
+    """get(speculative_config, family, **settings): an engine of a tiny model; the same
+    arguments give the same engine. Those with several ranks end with the block.
     """
     started: dict[str, Any] = {}
 
@@ -257,7 +258,17 @@ def engine(tiny_model: Factory) -> Callable[..., Any]:
             )
         return started[key]
 
-    return get
+    yield get
+    for llm in started.values():
+        if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+            end_workers(llm)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
+    """engines() of the session."""
+    with engines(tiny_model) as get:
+        yield get
 
 
 @pytest.fixture(scope="session")
@@ -288,19 +299,9 @@ def counting(llm: Any) -> Iterator[Counter[str]]:
     grown = Counter[str]()
     before = {**llm.counts, **totals()}
     yield grown
-    after = {**llm.counts, **totals()}
-    grown.update(
-        {
-            name: value - before.get(name, 0)
-            for name, value in after.items()
-            if value != before.get(name, 0)
-        }
-    )
-
-
-def counter(llm: Any, name: str) -> float:
-    """The value of a Prometheus counter of this process's newest engine."""
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+    after = Counter[str]({**llm.counts, **totals()})
+    after.subtract(before)
+    grown.update({name: count for name, count in after.items() if count})
 
 
 @pytest.fixture(scope="session")
@@ -313,20 +314,20 @@ def heads_folder(
     import heads_folders
     import torch
 
-    from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.heads.io import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
-        heads = EarlyHeads(exit_layers, hidden_size=64)
         exits = list(exit_layers)
         torch.manual_seed(0)
-        for weight in heads.weights.values():
-            weight.data += noise * torch.randn_like(weight)
         folder = tmp_path_factory.mktemp("heads")
         config = heads_folders.config_of(
             "early", tiny_model(), exit_layers=exits, default_exit_layers=exits
         )
-        save_heads(folder, config, heads.tensors())
+        tensors = {
+            name: torch.eye(64) + noise * torch.randn(64, 64)
+            for name in config.shapes()
+        }
+        save_heads(folder, config, tensors)
         return folder
 
     return get
@@ -334,16 +335,14 @@ def heads_folder(
 
 @pytest.fixture(scope="session")
 def whole_heads(tiny_model: Factory, made_once: Factory) -> Callable[[str], Path]:
-    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to
-    be copied, not changed.
+    """whole_heads(kind): a sound heads folder for the tiny llama; to be copied, not
+    changed.
     """
     import heads_folders
 
-    def make(folder: Path, kind: str) -> None:
-        heads_folders.make_heads(folder, kind, tiny_model())
-        heads_folders.write_calibration(folder, kind)
-
-    return lambda kind: made_once(kind, lambda folder: make(folder, kind))
+    return lambda kind: made_once(
+        kind, lambda folder: heads_folders.make_heads(folder, kind, tiny_model())
+    )
 
 
 @pytest.fixture(scope="session")
@@ -423,6 +422,8 @@ def with_heads(
     """
     import overfitted
 
+    hand_made = functools.cache(heads_folder)
+
     def get(
         options: dict[str, Any], family: str = "llama", target: Path | None = None
     ) -> dict[str, Any]:
@@ -430,7 +431,7 @@ def with_heads(
             return options
         kind, how = options["heads"]
         made = (
-            heads_folder(**how)
+            hand_made(**how)
             if kind == "hand-made"
             else fitted_heads(kind, family, **how)
         )

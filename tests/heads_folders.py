@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small heads folders of every kind for the tiny llama, made without training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ from transformers import AutoConfig
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
-from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
 from vllm_ppd.heads.io import save_heads
-from vllm_ppd.heads.recurrent.config import RecurrentConfig
+from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import decoder_layer, fingerprint
-from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, draft_chain
+from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 
@@ -37,40 +34,32 @@ def config_of(
         "num_hidden_layers": tiny.LAYERS,
         **(sizes or {}),
     }
-    shared: dict[str, Any] = {
+    given: dict[str, Any] = {
         "verifier": str(model),
         "target": TargetLayers(model_type="llama", **layers),
         "num_speculative_tokens": 2,
         "fingerprint": fingerprint(model),
     }
     if kind == "early":
-        return EarlyConfig(
-            **shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes
-        )
-    if kind == "cp":
-        return CPConfig(
-            **shared | {"positions": 3, "rank": 2, "token_counts": True} | changes
-        )
-    if kind == "recurrent":
-        sizes_of_heads = {
+        given |= {"exit_layers": [2, 4], "default_exit_layers": [4]}
+    elif kind == "cp":
+        given |= {"positions": 3, "rank": 2, "token_counts": True}
+    elif kind == "recurrent":
+        given |= {
+            "target": given["target"].model_dump(),
             "vocab_size": layers["vocab_size"],
             "emb_dim": layers["hidden_size"],
             "inner_dim": 16,
+            "n_predict": 2,
+            "token_counts": True,
         }
-        target = {"target": shared["target"].model_dump()}
-        return RecurrentConfig(
-            **shared
-            | target
-            | sizes_of_heads
-            | {"n_predict": 2, "token_counts": True}
-            | changes
-        )
-    layers_of_heads = {
-        "tokens": 3,
-        "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
-        "cooccurrence_entries": {2: 4, 3: 4},
-    }
-    return DynaMoConfig(**shared | layers_of_heads | changes)
+    else:
+        given |= {
+            "tokens": 3,
+            "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
+            "cooccurrence_entries": {2: 4, 3: 4},
+        }
+    return ALL_KINDS[kind](**given | changes)
 
 
 def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
@@ -102,47 +91,6 @@ def make_heads(
     return folder
 
 
-def write_calibration(folder: Path, kind: str) -> None:
-    """A calibration from which a speed-up can be predicted."""
-    counts = [
-        {
-            "cycles": 100.0,
-            "drafts": 100.0,
-            "drafted": 100.0 * n,
-            "accepted": 60.0 * n,
-            "length": 1 + 0.6 * n,
-        }
-        for n in (1, 2)
-    ]
-    rows = [
-        count | {"drafts_allowed": n, "eps_b": 0.0}
-        for n, count in enumerate(counts, start=1)
-    ]
-    seconds = {"1": 1e-3, "4": 1e-3, "8": 2e-3}
-    parts: dict[str, Any] = {
-        "timing": {
-            "seconds": {"layer": seconds, "lm_head": seconds},
-            "lm_head_share": 0.1,
-        }
-    }
-    texts = ("greedy", "T 0.8")
-    if kind == "early":
-        by_layer = {"N": {"2": counts, "4": counts}, "Y": {"2": counts, "4": counts}}
-        match = {"1": {"N": [0.1, 0.2], "Y": [0.3, 0.4]}}
-        parts["matches"] = {
-            "layers": [2, 4],
-            "match": match,
-            "acceptance": dict.fromkeys(texts, by_layer),
-        }
-    elif kind in ("cp", "recurrent"):
-        parts["acceptance"] = {name: {"by_drafts": counts} for name in texts}
-    else:
-        parts["acceptance"] = {name: {"rows": rows} for name in texts}
-    (folder / "calibration.json").write_text(
-        json.dumps({"finished": True, "parts": parts})
-    )
-
-
 def log_likelihood(
     head: CPHead,
     hidden: torch.Tensor,  # [rows, d]
@@ -159,9 +107,26 @@ def log_likelihood(
         hidden, tokens[..., None], unembedding, bias, context, chunk
     ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain_log_likelihood(
-        weights, observed
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), conditional_log_probs(
+        weights, observed[..., None]
+    ).squeeze(-1)
+
+
+def cp_head(
+    size: int,
+    vocab: int,
+    seed: int = 0,
+    unembedding: torch.Tensor | None = None,
+    **form: Any,
+) -> CPHead:
+    """An untrained CP head of a form, for a target of some sizes."""
+    if unembedding is None:
+        unembedding = torch.zeros(vocab, size)
+    target = TargetLayers(
+        model_type="llama", hidden_size=size, vocab_size=vocab, num_hidden_layers=3
     )
+    config = CPConfig(verifier="m", target=target, num_speculative_tokens=1, **form)
+    return CPHead(config, initial_tensors(config, unembedding, seed))
 
 
 @torch.no_grad()
@@ -177,16 +142,18 @@ def draft(
     """Drafts of positions 2 to n [rows, n - 1]."""
     context = None if embeddings is None else embeddings[first][:, None]
     weights = head.log_weights(hidden, context)
-    recurrence = head.recurrence
-    if recurrence is None:
+    if not head.lead:
         logits = head.logits(hidden, unembedding, bias, context)
         return chosen(draft_chain, logits)(weights, logits, first, sampling)[0]
     assert unembedding is not None and embeddings is not None
+    recurrence = head.recurrence()
     state = recurrence.start(hidden)
 
     def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
         nonlocal state
-        state = recurrence(state, embeddings[first if before is None else before])
+        state = recurrence.advance(
+            state, embeddings[first if before is None else before]
+        )
         return functional.linear(recurrence.experts(state), unembedding, bias)
 
     return draft_in_sequence(weights, head.factors, read, sampling)

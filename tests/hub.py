@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small Hub on the loopback interface: repositories with revisions, HEAD and ranges,
-private and gated ones.
+"""A small Hub on the loopback interface: repositories with revisions, private ones among
+them.
 """
 
 import hashlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,159 +19,95 @@ import pytest
 from huggingface_hub import constants
 
 TOKEN = "hf_of_the_tests"
+PATH = re.compile(
+    r"(?:/api/models)?/([^/]+/[^/]+)(?:/(resolve|revision|tree)/([^/]+)(?:/(.*))?)?"
+)
 
 
 class Hub:
-    """Repositories by name, each a folder by revision; what was asked of it is in `requests`."""
+    """Repositories by name and revision; `requests` has the file of each request."""
 
     def __init__(self) -> None:
-        self.revisions: dict[
-            str, dict[str, Path]
-        ] = {}  # repository -> branch or tag -> folder
+        # By repository and a branch, a tag or a commit: the commit and its folder
+        self.folders: dict[tuple[str, str], tuple[str, Path]] = {}
         self.private: set[str] = set()
-        self.broken = False  # answers 503
-        self.requests: list[tuple[str, str]] = []  # repository, file
-        self.sent: dict[str, int] = {}  # bytes of bodies by file
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        self.requests: list[str] = []
 
     def add(self, repo: str, folder: Path, revision: str = "main") -> None:
-        self.revisions.setdefault(repo, {})[revision] = folder
+        commit = hashlib.sha1(f"{repo}@{revision}".encode()).hexdigest()
+        for name in (revision, commit):
+            self.folders[repo, name] = (commit, folder)
 
-    def commit(self, repo: str, revision: str) -> str | None:
-        """The commit of a branch, a tag or a commit itself; None if there is none."""
-        for name in self.revisions[repo]:
-            commit = hashlib.sha1(f"{repo}@{name}".encode()).hexdigest()
-            if revision in (name, commit):
-                return commit
-        return None
+    def commit(self, repo: str, revision: str) -> str:
+        return self.folders[repo, revision][0]
 
-    def folder(self, repo: str, commit: str) -> Path:
-        for name, folder in self.revisions[repo].items():
-            if self.commit(repo, name) == commit:
-                return folder
-        raise KeyError(commit)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """/ORG/NAME/resolve/REVISION/FILE, and /api/models/ORG/NAME/{revision,tree}/REVISION."""
-
-    hub: Hub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        return
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = unquote(urlsplit(self.path).path).strip("/").removeprefix("api/models/")
-        organisation, name, *rest = path.split("/")
-        repo = f"{organisation}/{name}"
-        verb = rest[0] if rest else ""
-        revision = rest[1] if len(rest) > 1 else "main"
-        file = "/".join(rest[2:])
-        self.hub.requests.append((repo, file))
-        is_allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if self.hub.broken:
-            return self.refuse(503, "")
-        if repo not in self.hub.revisions or (
-            repo in self.hub.private and not is_allowed
-        ):
-            return self.refuse(401, "RepoNotFound")
-        commit = self.hub.commit(repo, revision)
-        if commit is None:
-            return self.refuse(404, "RevisionNotFound")
-        folder = self.hub.folder(repo, commit)
+    def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body."""
+        match = PATH.fullmatch(path)
+        assert match is not None, path
+        repo, verb, revision, file = match.groups()
+        self.requests.append(file)
+        is_allowed = repo not in self.private or token == f"Bearer {TOKEN}"
+        if not is_allowed or repo not in {name for name, _ in self.folders}:
+            return 401, {"X-Error-Code": "RepoNotFound"}, b""
+        if (repo, revision or "main") not in self.folders:
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        commit, folder = self.folders[repo, revision or "main"]
+        headers = {"X-Repo-Commit": commit}
         if verb == "resolve":
             if not (folder / file).is_file():
-                return self.refuse(404, "EntryNotFound", commit)
-            return self.send_file(folder / file, commit)
+                return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
+            data = (folder / file).read_bytes()
+            return 200, headers | {"ETag": hashlib.sha256(data).hexdigest()}, data
         sizes = {
             path.name: path.stat().st_size
             for path in folder.iterdir()
             if path.is_file()
         }
-        answer: Any = {
+        content: Any = {
             "id": repo,
             "sha": commit,
             "siblings": [{"rfilename": name} for name in sizes],
         }
         if verb == "tree":
-            answer = [
+            content = [
                 {"type": "file", "path": name, "size": size, "oid": "0" * 40}
                 for name, size in sizes.items()
             ]
-        return self.send(
-            200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
-        )
-
-    def send_file(self, path: Path, commit: str) -> None:
-        data = path.read_bytes()
-        headers = {
-            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-            "X-Repo-Commit": commit,
-            "Accept-Ranges": "bytes",
-        }
-        status = 200
-        wanted = self.headers.get("Range", "")
-        if wanted.startswith("bytes="):
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start = int(first)
-            stop = min(int(last or len(data)) + 1, len(data))
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            data = data[start:stop]
-            status = 206
-        if self.command == "HEAD":
-            return self.send(status, headers | {"Content-Length": str(len(data))}, b"")
-        self.hub.sent[path.name] = self.hub.sent.get(path.name, 0) + len(data)
-        return self.send(status, headers, data)
-
-    def refuse(self, status: int, code: str, commit: str = "") -> None:
-        self.send(status, {"X-Error-Code": code, "X-Repo-Commit": commit}, b"")
-
-    def send(self, status: int, headers: dict[str, str], data: bytes) -> None:
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | headers).items():
-            if value:
-                self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(data)
+        return 200, headers, json.dumps(content).encode()
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
-    hub = Hub()
-    thread = threading.Thread(target=hub.server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.server.shutdown()
-        hub.server.server_close()
-        thread.join()
-
-
-def at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What HF_ENDPOINT sets."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        url + "/{repo_id}/resolve/{revision}/{filename}",
-    )
-
-
-def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process use a Hub, as HF_ENDPOINT and HF_HOME would, with an empty
-    cache and without a token.
+def running_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub that this process uses, as HF_ENDPOINT and HF_HOME would have it, with an
+    empty cache and without a token.
     """
-    at(hub.url, monkeypatch)
+    hub = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            authorization = self.headers.get("Authorization")
+            status, headers, body = hub.answer(path, authorization)
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -179,3 +116,11 @@ def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if vllm := sys.modules.get("vllm.transformers_utils.repo_utils"):
         monkeypatch.setattr(vllm, "_hf_api", None)
         vllm.list_repo_files.cache_clear()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -34,7 +34,7 @@ STEPS = 400
 LOSS = 0.002
 
 
-def make(folder: Path, drafts: int) -> None:
+def make(folder: Path) -> None:
     """Train the model and its heads, and write them to `model` and `heads` in a folder.
 
     Raises:
@@ -82,5 +82,5 @@ def make(folder: Path, drafts: int) -> None:
     model.generation_config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     sequences = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
-    how = {"positions": drafts, "rank": 1, "condition": "recurrent"}
-    overfitted.fit(folder / "model", "cp", sequences, folder / "heads", 300, **how)
+    how = {"head": "classifier", "exit_layers": (1,)}
+    overfitted.fit(folder / "model", "early", sequences, folder / "heads", **how)

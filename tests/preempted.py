@@ -21,43 +21,33 @@ SMALL_KV = {
 }
 
 
-def requests(tokens: int = 70) -> tuple[list[str], list[SamplingParams]]:
-    """Six prompts, and their parameters with a seed each."""
-    prompts = [f"def f{i}(self, x):\n    return" for i in range(6)]
-    return prompts, [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=tokens, ignore_eos=True)
-        for i in range(6)
-    ]
+PROMPTS = [f"def f{i}(self, x):\n    return" for i in range(6)]
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=i, max_tokens=70, ignore_eos=True)
+    for i in range(6)
+]
 
 
-def outputs(
-    llm: Any, company: tuple[int, ...] = (3, 6), tokens: int = 70
-) -> dict[str, list[list[int]]]:
-    """What an engine says to each request alone, to the first so many together, and to
-    these while it is reset.
+def outputs(llm: Any) -> dict[str, list[list[int]]]:
+    """What an engine says to each request alone, to three and to all together, and to
+    all while it is reset.
     """
-    prompts, params = requests(tokens)
-    answers = {
-        "alone": [
-            generate(llm, [p], [q])[0]
-            for p, q in zip(prompts[: company[-1]], params, strict=False)
-        ]
+    pairs = zip(PROMPTS, PARAMS, strict=True)
+    return {
+        "alone": [generate(llm, [prompt], param)[0] for prompt, param in pairs],
+        "three together": generate(llm, PROMPTS[:3], PARAMS[:3]),
+        "together": generate(llm, PROMPTS, PARAMS),
+        "reset": reset_between(llm),
     }
-    for number in company:
-        answers[f"{number} together"] = generate(llm, prompts[:number], params[:number])
-    answers["reset"] = reset_between(llm, prompts[: company[-1]], params)
-    return answers
 
 
-def reset_between(
-    llm: Any, prompts: list[str], params: list[SamplingParams]
-) -> list[list[int]]:
+def reset_between(llm: Any) -> list[list[int]]:
     """The answers to requests that are all preempted, and the prefix cache dropped, in
     every eighth step.
     """
     engine = llm.llm_engine
     answers = {}
-    for name, (prompt, param) in enumerate(zip(prompts, params, strict=False)):
+    for name, (prompt, param) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         engine.add_request(f"reset-{name}", prompt, param)
     steps = 0
     while engine.has_unfinished_requests():
@@ -66,23 +56,11 @@ def reset_between(
         steps += 1
         if steps % 8 == 0:
             assert engine.reset_prefix_cache(reset_running_requests=True)
-    return [list(answers[str(name)]) for name in range(len(answers))]
+    return [list(answers[name]) for name in sorted(answers)]
 
 
 def check(answers: dict[str, list[list[int]]], expected: list[list[int]]) -> None:
     """Every way of asking gives the expected output, of which each is another's."""
     assert len(set(map(tuple, expected))) == len(expected)
-    differing = {
-        way: [
-            next(
-                i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]
-            )
-            if a != b
-            else None
-            for a, b in zip(texts, expected, strict=False)
-        ]
-        for way, texts in answers.items()
-    }
-    assert not any(
-        place is not None for places in differing.values() for place in places
-    ), differing
+    for way, texts in answers.items():
+        assert texts == expected[: len(texts)], way

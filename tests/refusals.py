@@ -4,8 +4,7 @@
 import contextlib
 import io
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +39,6 @@ class Readers:
             model=self.model, dtype="float32"
         ).create_model_config()
         self.of: dict[str, Callable[[str], Any]] = {
-            "method and model": lambda folder: self.server(
-                speculative_config={"method": method_of(folder), "model": folder}
-            ),
             "model alone": lambda folder: self.server(
                 speculative_config={"model": folder}
             ),
@@ -96,30 +92,20 @@ def command(*argv: str) -> None:
         raise Refused(said.getvalue().removeprefix("ppd: error: ").removesuffix("\n"))
 
 
-def method_of(folder: str) -> str:
-    """The method of a folder that is called after its kind."""
-    kind = re.search(r"/(early|cp|dynamo|recurrent)\d*", folder)
-    return kind.group(1) if kind else "cp"
-
-
-def put(value: Any, path: Sequence[Any], new: Any) -> None:
-    """Set the value at a path of nested dicts and lists; an Ellipsis deletes it."""
-    *parents, last = path
-    for key in parents:
-        value = value[key]
-    if new is ...:
-        del value[last]
-    else:
-        value[last] = new
-
-
 def edited(*path: Any, value: Any) -> Damage:
     """Set a value in config.json (an Ellipsis deletes it)."""
+    *parents, last = path
 
     def damage(folder: Path) -> None:
         file = folder / "config.json"
         data = json.loads(file.read_text())
-        put(data, path, value)
+        owner = data
+        for key in parents:
+            owner = owner[key]
+        if value is ...:
+            del owner[last]
+        else:
+            owner[last] = value
         file.write_text(json.dumps(data))
 
     return damage
@@ -134,10 +120,8 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     """Change one of the tensors."""
 
     def damage(folder: Path) -> None:
-        tensors = {
-            key: value.clone()
-            for key, value in load_file(folder / "model.safetensors").items()
-        }
+        stored = load_file(folder / "model.safetensors")
+        tensors = {key: value.clone() for key, value in stored.items()}
         tensors[name] = change(tensors[name]).contiguous()
         save_file(tensors, folder / "model.safetensors")
 

@@ -23,13 +23,10 @@ START_SECONDS = 300
 STOP_SECONDS = 30
 LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 FLAGS = (
-    "--dtype",
-    "float32",
+    "--dtype=float32",
     "--enforce-eager",
-    "--max-model-len",
-    "256",
-    "--kv-cache-memory-bytes",
-    str(1 << 26),
+    "--max-model-len=256",
+    f"--kv-cache-memory-bytes={1 << 26}",
 )
 
 
@@ -42,17 +39,8 @@ class Server:
             port = str(probe.getsockname()[1])
         self.log = log
         self.model = str(model)
-        command = [
-            *VLLM,
-            "serve",
-            str(model),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            port,
-            *FLAGS,
-            *args,
-        ]
+        address = ("--host", "127.0.0.1", "--port", port)
+        command = [*VLLM, "serve", self.model, *address, *FLAGS, *args]
         environment = {
             **os.environ,
             **LOGGED,

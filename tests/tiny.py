@@ -2,6 +2,7 @@
 """Tiny random models of every family, made on the spot: what exactness is tested on."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as tf
@@ -34,66 +35,48 @@ _MOE = {
     "decoder_sparse_step": 1,
 }
 
-FAMILIES = {
-    "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, {}),
-    "mistral": (tf.MistralConfig, tf.MistralForCausalLM, {"sliding_window": None}),
-    "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, {"hidden_size": 128}),
-    "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM, {}),
-    "qwen3_moe": (tf.Qwen3MoeConfig, tf.Qwen3MoeForCausalLM, _MOE),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"hidden_size": 128},
+    "qwen3": {},
+    "qwen3_moe": _MOE,
     # Sliding and full layers: two KV cache groups, each with its own block table.
-    "gemma3": (
-        tf.Gemma3TextConfig,
-        tf.Gemma3ForCausalLM,
-        {
-            "sliding_window": 48,
-            "sliding_window_pattern": 3,
-            "query_pre_attn_scalar": HEAD_DIM,
-        },
-    ),
-    "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"hidden_size": 128}),
-    "gpt_neox": (
-        tf.GPTNeoXConfig,
-        tf.GPTNeoXForCausalLM,
-        {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0},
-    ),
-    "mixtral": (
-        tf.MixtralConfig,
-        tf.MixtralForCausalLM,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    ),
-    "glm4": (tf.Glm4Config, tf.Glm4ForCausalLM, {}),
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 48,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": HEAD_DIM,
+    },
+    "phi3": {"hidden_size": 128},
+    "gpt_neox": {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0},
+    "mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "glm4": {},
     # Every multiplier that the decoder's forward applies.
-    "granite": (
-        tf.GraniteConfig,
-        tf.GraniteForCausalLM,
-        {
-            "hidden_size": 128,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.6,
-            "attention_multiplier": 0.2,
-        },
-    ),
-    "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, {"hidden_size": 128}),
-    "olmo3": (
-        tf.Olmo3Config,
-        tf.Olmo3ForCausalLM,
-        {"hidden_size": 128, "sliding_window": 48},
-    ),
-    "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"hidden_size": 128}),
-    "gpt_oss": (
-        tf.GptOssConfig,
-        tf.GptOssForCausalLM,
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48},
-    ),
-    "llama4": (
-        tf.Llama4TextConfig,
-        tf.Llama4ForCausalLM,
-        {
-            "num_local_experts": 4,
-            "intermediate_size_mlp": 96,
-            "interleave_moe_layer_step": 2,
-        },
-    ),
+    "granite": {
+        "hidden_size": 128,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.6,
+        "attention_multiplier": 0.2,
+    },
+    "olmo2": {"hidden_size": 128},
+    "olmo3": {"hidden_size": 128, "sliding_window": 48},
+    "smollm3": {"hidden_size": 128},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 48,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 96,
+        "interleave_moe_layer_step": 2,
+    },
 }
 
 
@@ -106,17 +89,33 @@ def make_tokenizer() -> tf.PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     return tf.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, bos_token=END, pad_token=END
+        tokenizer_object=bpe,
+        eos_token=END,
+        bos_token=END,
+        pad_token=END,
     )
 
 
+def config_of(family: str, **changes: object) -> Any:
+    """The configuration of a family's model."""
+    sizes = {"model_type": family, **_COMMON, **FAMILIES[family], **changes}
+    return tf.AutoConfig.for_model(**sizes)
+
+
+def architecture(family: str) -> Any:
+    """transformers' class of a family."""
+    return tf.AutoModelForCausalLM._model_mapping[type(config_of(family))]
+
+
 def make_model(
-    folder: Path, family: str = "llama", seed: int = 0, **changes: object
+    folder: Path,
+    family: str = "llama",
+    seed: int = 0,
+    **changes: object,
 ) -> Path:
     """Write a random float32 model with a tokenizer; returns its folder."""
-    config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_COMMON, **extra, **changes})).eval()
+    model = architecture(family)(config_of(family, **changes)).eval()
     model.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -49,11 +49,11 @@ def make(folder: Path, text_model: Path) -> Path:
         f"language_model.{name}": weight for name, weight in text.state_dict().items()
     }
     for name, weight in model.state_dict().items():
-        tensors |= {
-            name[name.index(part) :]: weight
-            for part in ("audio_tower", "multi_modal_projector")
-            if part in name
-        }
+        _, part, rest = name.rpartition("audio_tower")
+        if not part:
+            _, part, rest = name.rpartition("multi_modal_projector")
+        if part:
+            tensors[part + rest] = weight
     save_file(tensors, folder / "model.safetensors")
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
@@ -71,10 +71,6 @@ def make(folder: Path, text_model: Path) -> Path:
 def sound(seed: int) -> tuple[np.ndarray, int]:
     """Half a second of tones that rise and fall, and its sampling rate."""
     time = np.arange(_RATE // 2) / _RATE
-    rng = np.random.default_rng(seed)
-    tones = [
-        rng.random()
-        * np.sin(2 * np.pi * (300 + 3000 * rng.random()) * time * (1 + time))
-        for _ in range(4)
-    ]
-    return np.sum(tones, axis=0).astype(np.float32), _RATE
+    loudness, pitch = np.random.default_rng(seed).random((2, 4, 1))
+    angles = 2 * np.pi * (300 + 3000 * pitch) * time * (1 + time)
+    return (loudness * np.sin(angles)).sum(axis=0).astype(np.float32), _RATE

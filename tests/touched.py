@@ -27,7 +27,7 @@ V2 = "vllm.v1.worker.gpu"
 
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
-    f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
+    f"{GROUP}.runner:GroupModelRunner": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.worker:StepCostsMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.scheduler:CountingScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
@@ -169,44 +169,29 @@ def digest(symbol: str) -> str:
         value = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
+    if inspect.isclass(value):
+        fields = sorted(getattr(value, "__annotations__", {}))
+        try:
+            return _hash(f"{fields} {list(inspect.signature(value).parameters)}")
+        except (TypeError, ValueError):
+            return _hash(str(fields))
     # A kernel may be another object than a function
-    code = not inspect.isclass(value) and callable(value)
-    if (
-        code
-        and "." not in symbol.partition(":")[2]
-        and (source := _source_in_module(symbol))
-    ):
-        return digest_of_code(ast.Module([source], []))
-    return digest_of(value)
+    if callable(value) and "." not in symbol.partition(":")[2]:
+        source = _source_in_module(symbol)
+        if source is not None:
+            return digest_of_code(ast.Module([source], []))
+    if inspect.isfunction(value):
+        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(value))))
+    return _hash(type(value).__name__)
 
 
 def _source_in_module(symbol: str) -> ast.FunctionDef | None:
     """A module's own function of that name: vLLM's CPU worker replaces some when it is imported."""
     module, _, name = symbol.partition(":")
-    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
-    return next(
-        (
-            node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef) and node.name == name
-        ),
-        None,
-    )
-
-
-def digest_of(value: Any) -> str:
-    """As digest, of the object itself."""
-    if inspect.isclass(value):
-        fields = sorted(getattr(value, "__annotations__", {}))
-        try:
-            text = f"{fields} {list(inspect.signature(value).parameters)}"
-        except (TypeError, ValueError):
-            text = str(fields)
-    elif inspect.isfunction(value):
-        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(value))))
-    else:
-        text = type(value).__name__
-    return _hash(text)
+    for node in ast.parse(inspect.getsource(importlib.import_module(module))).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    return None
 
 
 def digest_of_code(code: ast.Module) -> str:
@@ -243,25 +228,20 @@ def version() -> str:
 
 def moved(recorded: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What differs, a line each."""
-    lines = [
-        f"{symbol} is gone"
-        for symbol, value in installed.items()
-        if value == "gone" != recorded.get(symbol)
-    ]
-    lines += [
-        f"{symbol} is not recorded" for symbol in installed if symbol not in recorded
-    ]
-    changed = (
-        s
-        for s in installed
-        if s in recorded and installed[s] not in (recorded[s], "gone")
-    )
-    return lines + [f"{symbol} has changed" for symbol in changed]
+    lines = []
+    for symbol, value in installed.items():
+        known = recorded.get(symbol)
+        if known is None:
+            lines.append(f"{symbol} is not recorded")
+        elif value != known:
+            change = "is gone" if value == "gone" else "has changed"
+            lines.append(f"{symbol} {change}")
+    return lines
 
 
 def record() -> None:
     """Note the installed version."""
-    every = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    every = json.loads(RECORD.read_text())
     every[version()] = now()
     RECORD.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
 

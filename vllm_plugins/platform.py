@@ -4,7 +4,6 @@ not import it.
 """
 
 import ctypes
-import importlib.metadata
 import os
 import signal
 import sys
@@ -33,46 +32,24 @@ def on_end_of_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number)
 
 
-def own_version() -> str:
-    """This package's version, for the log."""
-    try:
-        return importlib.metadata.version("vllm-ppd")
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+def current() -> Any:
+    """vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    return current_platform
 
 
 def is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
+    return bool(current().is_cpu())
 
 
-def is_supported() -> bool:
-    """Whether the platform is one that we draft on."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu() or current_platform.is_cuda_alike())
-
-
-def device_name() -> str:
-    from vllm.platforms import current_platform
-
-    return str(current_platform.device_name)
-
-
-def full_device_name() -> str:
-    """Such as NVIDIA H100 80GB HBM3; cpu on the CPU build."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.get_device_name())
-
-
-def asks_for_runner_v1() -> bool:
-    """Whether VLLM_USE_V2_MODEL_RUNNER asks for vLLM's older model runner."""
+def variable(name: str, default: Any = None) -> Any:
+    """One of vLLM's environment variables, parsed by it; the default if it has none of
+    this name.
+    """
     from vllm import envs
 
-    asked = envs.VLLM_USE_V2_MODEL_RUNNER
-    return asked is not None and not asked
+    return getattr(envs, name, default)
 
 
 def runs_v2() -> bool:
@@ -101,28 +78,6 @@ def kv_cache(gib: float) -> dict[str, Any]:
 
     gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
     return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
-
-
-def breakable_graphs() -> bool:
-    """Whether vLLM captures CUDA graphs that break at attention, which take no torch.compile."""
-    from vllm import envs
-
-    return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
-
-
-def older_ray_executor() -> bool:
-    """Whether Ray is to run vLLM's older executor."""
-    from vllm import envs
-
-    # 0.33 has one Ray executor
-    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
-
-
-def uses_modelscope() -> bool:
-    """Whether vLLM takes names of models to be ModelScope's rather than the Hub's."""
-    from vllm import envs
-
-    return bool(envs.VLLM_USE_MODELSCOPE)
 
 
 def is_speculative_option(name: str) -> bool:

@@ -20,14 +20,6 @@ SCHEDULERS = {
 
 
 @dataclass(frozen=True)
-class GroupSpec:
-    """A worker group over two pipeline stages."""
-
-    worker: str  # of both stages
-    scheduler: str
-
-
-@dataclass(frozen=True)
 class MethodSpec:
     """A drafting method."""
 
@@ -46,7 +38,9 @@ class MethodSpec:
     writes_ahead: bool = False
     options: tuple[str, ...] = ()  # options of this method only
     request_options: tuple[str, ...] = ()  # the same for request options
-    group: GroupSpec | None = None  # for worker groups over two pipeline stages
+    # Worker of both stages and scheduler, of a method with a worker group
+    group_worker: str = ""
+    group_scheduler: str = ""
 
 
 EARLY = MethodSpec(
@@ -62,10 +56,8 @@ METHODS: dict[str, MethodSpec] = {
     "ppd": replace(
         EARLY,
         options=(*EARLY.options, "candidates"),
-        group=GroupSpec(
-            worker=f"{METHOD}.group.runner.GroupWorker",
-            scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
-        ),
+        group_worker=f"{METHOD}.group.runner.GroupWorker",
+        group_scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
     ),
     "paradecode": EARLY,
     "cp": MethodSpec(
@@ -105,8 +97,3 @@ METHOD_OF_HEADS = {
     for name, method in reversed(METHODS.items())
     if method.heads is not None
 }
-
-
-def is_speculator(path: object) -> bool:
-    """Whether a dotted path is what vLLM starts for one of our methods."""
-    return any(path == method.speculator for method in METHODS.values())

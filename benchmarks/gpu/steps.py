@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of CUDA and host time of a decode step of several systems, in turns.
+"""Calls of CUDA and host time of a decode step of several systems.
 
-    python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json --system
-    'alone=null' \
-        --system 'cp={"model": "HEADS"}' --system 'EAGLE={"method": "eagle", "model":
-        "EAGLE"}'
+    python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json \
+        --system 'alone=null' --system 'cp={"model": "HEADS"}'
 
-All engines are alive and decode in turns. Calls of a step are the same in every round;
-the host's time is that of the least disturbed round. The last rows are for a step in
-which a prompt joins the batch.
+Engines start one after another. The last rows are for a step in which a prompt joins
+the batch.
 """
 
 import argparse
 import json
 import time
-from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from vllm_ppd.benchmarks.engine import EngineProcess, add_requests
@@ -26,7 +22,6 @@ from vllm_ppd.benchmarks.systems import System
 
 PROMPT = list(range(5, 25))
 BATCHES = (1, 8)
-ROUNDS = 5
 WARM_STEPS = 30
 STEPS = 100
 NEW_TOKENS = 400
@@ -68,14 +63,12 @@ def profile(engine: Any, steps: int) -> dict[str, float]:
             started = time.thread_time()
             engine.step()
             seconds.append(time.thread_time() - started)
-    events = Counter({event.key: event.count for event in profiler.key_averages()})
+    events = {event.key: event.count for event in profiler.key_averages()}
     calls = {name: round(count / steps, 1) for name, count in by_kind(events).items()}
-    return calls | {
-        "host microseconds": round(1e6 * sorted(seconds)[len(seconds) // 2])
-    }
+    return calls | {"host microseconds": round(1e6 * median(seconds))}
 
 
-def by_kind(events: Counter[str]) -> dict[str, int]:
+def by_kind(events: dict[str, int]) -> dict[str, int]:
     """The profiler's events by COLUMNS; nodes are the kernels and copies in launched graphs."""
     kinds = dict.fromkeys(COLUMNS, 0)
     on_device = 0
@@ -84,9 +77,8 @@ def by_kind(events: Counter[str]) -> dict[str, int]:
             kinds["graphs"] += count
         elif "LaunchKernel" in name:
             kinds["launches"] += count
-        elif (
-            "Synchronize" in name or name == "cudaMemcpy"
-        ):  # cudaMemcpyAsync does not wait
+        elif "Synchronize" in name or name == "cudaMemcpy":
+            # cudaMemcpyAsync does not wait
             kinds["waits"] += count
         elif name.startswith("cudaMemcpy"):
             kinds["copies"] += count
@@ -103,34 +95,21 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--system", action="append", required=True, metavar="NAME=JSON")
-    parser.add_argument(
-        "--engine", default="{}", metavar="JSON", help="further engine arguments"
-    )
     args = parser.parse_args()
-    settings = {**SETTINGS, "model": args.model, **json.loads(args.engine)}
-    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
-    with ExitStack() as running:
-        engines = []
-        for text in args.system:
-            name, _, config = text.partition("=")
-            log = args.out.with_suffix(f".{name}.log")
-            engines.append(
-                EngineProcess(System(name, json.loads(config)), settings, log)
-            )
-            running.callback(engines[-1].close)
-        for _ in range(ROUNDS):
-            for batch in BATCHES:
-                for engine in engines:
-                    for calls in engine.call(count_calls, batch):
-                        key = calls["step"], batch, engine.name
-                        row = {"system": engine.name, "batch": batch, **calls}
-                        least = rows.get(key, row)["host microseconds"]
-                        if row["host microseconds"] <= least:
-                            rows[key] = row
-    ordered = [
-        rows[key] for key in sorted(rows, key=lambda key: (key[0] != "decode", key[1]))
-    ]
-    data = {**provenance(), "benchmark": "rows", "model": args.model, "rows": ordered}
+    settings = {**SETTINGS, "model": args.model}
+    decoding = []
+    joining = []
+    for text in args.system:
+        name, _, config = text.partition("=")
+        log = args.out.with_suffix(f".{name}.log")
+        engine = EngineProcess(System(name, json.loads(config)), settings, log)
+        for batch in BATCHES:
+            place = {"system": name, "batch": batch}
+            decode, join = engine.call(count_calls, batch)
+            decoding.append(place | decode)
+            joining.append(place | join)
+        engine.close()
+    data = provenance(benchmark="rows", model=args.model, rows=decoding + joining)
     write_json(args.out, data)
     print(rows_table(data))
 

@@ -41,7 +41,7 @@ def digest(prompt: list[int]) -> str:
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:DIGITS]
 
 
-def unpack(options: UnpackOptions) -> int:
+def run(options: UnpackOptions) -> int:
     """Write the chats as `ppd data` wrote them, without those whose prompts are missing."""
     from transformers import AutoTokenizer
 

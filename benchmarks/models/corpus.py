@@ -11,6 +11,7 @@ import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, Field
@@ -51,27 +52,20 @@ def sources() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts) or relative.name.startswith(
-            SKIPPED_PREFIXES
-        ):
+        if SKIPPED_FOLDERS & set(relative.parts):
             continue
-        if not 200 <= path.stat().st_size <= MAX_BYTES:
+        if path.name.startswith(SKIPPED_PREFIXES):
             continue
-        try:
-            yield relative.as_posix(), path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-
-
-def is_validation(name: str) -> bool:
-    """Whether a whole file is held out, by a hash of its path."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32 < VALIDATION_SHARE
+        if 200 <= path.stat().st_size <= MAX_BYTES:
+            with suppress(UnicodeDecodeError):
+                yield relative.as_posix(), path.read_text(encoding="utf-8")
 
 
 def split() -> tuple[list[str], list[str]]:
-    """Return (training texts, validation texts)."""
+    """Return (training texts, validation texts); a hash of its path holds a file out."""
     texts: tuple[list[str], list[str]] = [], []
     for name, text in sources():
-        texts[is_validation(name)].append(text)
+        digest = hashlib.sha256(name.encode()).digest()
+        place = int.from_bytes(digest[:4], "big") / 2**32
+        texts[place < VALIDATION_SHARE].append(text)
     return texts

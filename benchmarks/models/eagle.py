@@ -14,6 +14,7 @@ from pydantic import Field
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
+from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
@@ -27,58 +28,27 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 
-class ModelOptions(TrainingOptions):
-    """Training options of a small model: Muon for matrices, AdamW for the rest."""
+class EagleOptions(TrainingOptions):
+    """Training options of an EAGLE head: Muon for matrices, AdamW for the rest."""
+
+    kind: ClassVar[str] = "eagle"
 
     # Muon needs a quarter of AdamW's tokens at this size
     optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = Field(
-        7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices"
+        7e-3, gt=0, description="peak learning rate of Muon: the layer's matrices"
     )
     others_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate of AdamW: embeddings and vectors"
+        1e-3, gt=0, description="peak learning rate of AdamW: vectors"
     )
     weight_decay: float = Field(
         0.1, ge=0, description="decoupled weight decay of the matrices"
     )
-
-
-class ModelRecipe(Recipe):
-    """A recipe for a small model."""
-
-    def matrices(self) -> list[nn.Parameter]:
-        """The parameters for Muon."""
-        return [p for p in self.parameters() if p.dim() == 2]
-
-    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        matrices = self.matrices()
-        others = [
-            p for p in self.parameters() if all(p is not matrix for matrix in matrices)
-        ]
-        return [
-            {"params": matrices, "peak": learning_rate},
-            {
-                "params": others,
-                "peak": self.options.others_rate,
-                "muon": False,
-                "weight_decay": 0.0,
-            },
-        ]
-
-
-class EagleOptions(ModelOptions):
-    """Training options of an EAGLE head."""
-
-    kind: ClassVar[str] = "eagle"
-
     batch_size: int = Field(8, ge=1, description="windows per step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
-    position_share: float = Field(
-        1.0, gt=0, le=1, description="share of positions in losses over the vocabulary"
-    )
 
 
-class Eagle(ModelRecipe):
+class Eagle(Recipe):
     """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1,
     state that gave it]).
 
@@ -106,12 +76,15 @@ class Eagle(ModelRecipe):
         self.rotary: Any = LlamaRotaryEmbedding(config)
         self.to(target.device)
 
-    def final_states(self, batch: Batch) -> torch.Tensor:
-        """The target's states after the final norm, which vLLM gives to drafters:
-        [windows, length, hidden].
-        """
-        with torch.no_grad():
-            return self.states(batch).final.float().view(*batch.input_ids.shape, -1)
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        vectors = {
+            "params": [p for p in self.parameters() if p.dim() == 1],
+            "peak": self.options.others_rate,
+            "muon": False,
+            "weight_decay": 0.0,
+        }
+        matrices = [p for p in self.parameters() if p.dim() == 2]
+        return [{"params": matrices, "peak": learning_rate}, vectors]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits [..., V] for states [..., hidden]."""
@@ -124,7 +97,7 @@ class Eagle(ModelRecipe):
 
         Args:
             batch: of windows, in which documents begin at position 0.
-            hidden: its final_states.
+            hidden: [windows, length, hidden], the target's final states.
         """
         positions = batch.position_ids[:, :-1]
         states = hidden[:, :-1]
@@ -132,18 +105,17 @@ class Eagle(ModelRecipe):
             states = states + self.NOISE * (2 * torch.rand_like(states) - 1)
         embedded = self.target.embed(batch.input_ids[:, 1:]).float()
         x = self.fc(torch.cat([embedded, states], dim=-1))
-        document = (positions == 0).cumsum(1)
-        length = positions.shape[1]
-        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        mask = (seen & (document[:, :, None] == document[:, None]))[:, None]
+        # Documents, which begin at position 0, do not see each other.
+        mask = create_causal_mask(self.target.config, x, None, None, positions)
         rotary = self.rotary(x, positions)
-        output = self.layer(
+        return self.layer(
             x, attention_mask=mask, position_embeddings=rotary, position_ids=positions
         )
-        return output[0] if isinstance(output, tuple) else output
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        hidden = self.final_states(batch)
+        # After the final norm, as vLLM gives states to drafters
+        final = self.states(batch).final.float()
+        hidden = final.view(*batch.input_ids.shape, -1)
         predicted = self.predicted(batch, hidden).flatten(0, 1)
         wanted = hidden[:, 1:].flatten(0, 1)
         known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
@@ -161,26 +133,18 @@ class Eagle(ModelRecipe):
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         return {"the target's token": round(counts["right"] / counts["known"], 4)}
 
-    def config(self) -> dict[str, Any]:
-        return self.target.config.to_dict() | {
+    def write(self, out: Path, provenance: str) -> None:
+        tensors = {"fc.weight": self.fc.weight.detach()}
+        for name, tensor in self.layer.state_dict().items():
+            tensors[f"layers.0.{name}"] = tensor
+        stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+        save_file(stored, out / "model.safetensors", {"format": "pt"})
+        changes = {
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": 1,
+            "torch_dtype": "bfloat16",
         }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        layer = {
-            f"layers.0.{name}": tensor
-            for name, tensor in self.layer.state_dict().items()
-        }
-        return {"fc.weight": self.fc.weight, **layer}
-
-    def write(self, out: Path, provenance: str) -> None:
-        stored = {
-            name: tensor.detach().to(torch.bfloat16).contiguous()
-            for name, tensor in self.tensors().items()
-        }
-        save_file(stored, out / "model.safetensors", {"format": "pt"})
-        write_json(out / "config.json", self.config() | {"torch_dtype": "bfloat16"})
+        write_json(out / "config.json", self.target.config.to_dict() | changes)
         (out / "provenance.json").write_text(provenance)
 
 

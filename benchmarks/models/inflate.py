@@ -39,28 +39,23 @@ from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Files of a model that are not copied
-REMADE = (
-    "config.json",
-    "curve.jsonl",
-    "provenance.json",
-)
-# How each dimension grows: repeated (+), filled with zeros (0), or not at all (-).
+# How each dimension of a module's weight grows: repeated (+), filled with zeros (0), or
+# not at all (-).
 RULES = {
-    "embed_tokens.weight": "-+",
-    "lm_head.weight": "-+",
-    "norm.weight": "0",
-    "input_layernorm.weight": "0",
-    "post_attention_layernorm.weight": "0",
-    "self_attn.q_proj.weight": "++",
-    "self_attn.k_proj.weight": "++",
-    "self_attn.v_proj.weight": "++",
-    "self_attn.q_norm.weight": "-",
-    "self_attn.k_norm.weight": "-",
-    "self_attn.o_proj.weight": "+0",
-    "mlp.gate_proj.weight": "++",
-    "mlp.up_proj.weight": "++",
-    "mlp.down_proj.weight": "+0",
+    "embed_tokens": "-+",
+    "lm_head": "-+",
+    "norm": "0",
+    "input_layernorm": "0",
+    "post_attention_layernorm": "0",
+    "q_proj": "++",
+    "k_proj": "++",
+    "v_proj": "++",
+    "q_norm": "-",
+    "k_norm": "-",
+    "o_proj": "+0",
+    "gate_proj": "++",
+    "up_proj": "++",
+    "down_proj": "+0",
 }
 
 
@@ -134,18 +129,9 @@ def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.T
 def rule_of(name: str) -> str:
     """The rule for a tensor of the target or of a layer like its own; a bias grows like
     its weight's first dimension.
-
-    Raises:
-        BenchError: for a tensor that the Llama family does not have.
     """
-    weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
-    for suffix, rule in RULES.items():
-        if f".{weight}".endswith(f".{suffix}"):
-            return rule if weight == name else rule[:1]
-    raise BenchError(
-        f"tensor {name!r} does not belong to a Llama-like family; give a model of "
-        f"{', '.join(FAMILIES)}"
-    )
+    *_, module, kind = name.split(".")
+    return RULES[module][: 1 if kind == "bias" else None]
 
 
 def inflate_model(model: Path, out: Path, times: int) -> None:
@@ -160,13 +146,10 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
             f"{model}: model_type {config['model_type']!r} is not one of "
             f"{', '.join(FAMILIES)}"
         )
-    tensors = {
-        name: tensor
+    inflated = {
+        name: inflate(tensor, rule_of(name), times)
         for file in model.glob("*.safetensors")
         for name, tensor in load_file(file).items()
-    }
-    inflated = {
-        name: inflate(tensor, rule_of(name), times) for name, tensor in tensors.items()
     }
     heads = config["num_attention_heads"]
     before = {"num_key_value_heads": heads} | config
@@ -179,16 +162,10 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     sizes = {name: times * before[name] for name in names}
     sizes["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
     parameters = sum(tensor.numel() for tensor in inflated.values())
-    out.mkdir(parents=True, exist_ok=True)
+    remade = shutil.ignore_patterns("*.safetensors*", "config.json", "curve.jsonl")
+    shutil.copytree(model, out, ignore=remade, dirs_exist_ok=True)
     save_torch_state_dict(inflated, out)
     write_json(out / "config.json", config | sizes)
-    for path in model.iterdir():
-        if (
-            path.is_file()
-            and path.name not in REMADE
-            and "safetensors" not in path.name
-        ):
-            shutil.copyfile(path, out / path.name)
     facts = {"inflated_from": str(model), "parameters": parameters, **sizes}
     write_json(out / "provenance.json", provenance() | facts)
     print(f"{out}: {parameters:,} parameters, width x {times}")

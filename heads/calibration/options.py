@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd calibrate`, declared once."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_ppd.heads.text import Shares
+from vllm_ppd.heads.measured import Share
+from vllm_ppd.heads.text import COMMAS
 
 
 class CalibrationOptions(BaseModel):
@@ -39,8 +40,9 @@ class CalibrationOptions(BaseModel):
         0.8, gt=0, description="temperature of the sampled texts"
     )
     drafts: int = Field(5, ge=1, le=16, description="most drafts per step to consider")
-    eps: Shares = Field(
+    eps: Annotated[tuple[Share, ...], COMMAS] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),
+        min_length=1,
         description="DynaMo's back-off thresholds eps_b to compare",
     )
     batch: int = Field(16, ge=1, description="texts computed together")

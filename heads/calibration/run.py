@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic_core import to_jsonable_python
 
@@ -19,12 +19,16 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.draft_vocabulary import first_guess, most_frequent
 from vllm_ppd.heads.errors import HeadsError, TrainingError
-from vllm_ppd.heads.files import check_is_folder, write_tensors, write_text
+from vllm_ppd.heads.files import write_tensors, write_text
 from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.io import CALIBRATION_NAME, load_tensors, parts_of, save_config
+from vllm_ppd.heads.io import (
+    CALIBRATION_NAME,
+    load_config,
+    load_tensors,
+    save_config,
+)
 from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.measured import Timing
@@ -37,33 +41,21 @@ from vllm_ppd.heads.target import (
     fingerprint,
     stored_name,
 )
-from vllm_ppd.heads.text import place, quoted
+from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 
+@dataclass
 class Calibration:
-    """Heads on their target, and texts, each made when a part first asks.
+    """Heads on their target, and texts, each made when a part first asks."""
 
-    Args:
-        options: what to measure.
-        config, tensors: of the heads.
-        target: loaded.
-    """
-
-    def __init__(
-        self,
-        options: CalibrationOptions,
-        config: Any,
-        tensors: dict[str, torch.Tensor],
-        target: Target,
-    ) -> None:
-        self.options = options
-        self.config = config
-        self.tensors = tensors
-        self.target = target
+    options: CalibrationOptions
+    config: Any  # of the heads
+    tensors: dict[str, torch.Tensor]  # of the heads
+    target: Target
 
     def autocast(self) -> Any:
         """A context in which heads run in the target's arithmetic."""
@@ -84,8 +76,8 @@ class Calibration:
 
     @cached_property
     def sampled(self) -> Texts:
-        torch.manual_seed(self.options.seed)
         options = self.options
+        torch.manual_seed(options.seed)
         return generate(
             self.target, self.prompts, options.new_tokens, options.temperature
         )
@@ -174,15 +166,9 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     config, tensors, name = checked(options)
     dtype = getattr(torch, options.precision)
     target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
-    check_target(
-        config,
-        options.heads,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_layers,
-        fingerprint=fingerprint(target.folder),
-        strict=True,
-    )
+    # It may have been fetched only now.
+    known = fingerprint(target.folder)
+    check_target(config, options.heads, target.config, known, strict=True)
     if target.max_length is not None and options.new_tokens >= target.max_length:
         raise TrainingError(
             f"--new-tokens {options.new_tokens} leave no prompt of the model's "
@@ -198,43 +184,39 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         InUse: if another process writes the folder.
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
-    if (name := hub_name(options.heads)) is not None:
+    folder = options.heads
+    if (name := hub_name(folder)) is not None:
         raise HeadsError(
-            f"heads {quoted(options.heads)} are on the Hub and cannot be changed "
-            f"there; run `hf download {name.repo} --local-dir DIR` and calibrate DIR"
+            f"heads {quoted(folder)} are on the Hub and cannot be changed there; run "
+            f"`hf download {name.repo} --local-dir DIR` and calibrate DIR"
         )
-    check_is_folder(options.heads)
-    with writing_folder(options.heads, "heads folder"):
+    load_config(folder)  # no lock is made in a folder without heads
+    with writing_folder(folder, "heads folder"):
         _warn_of_training_data(options)
         calibration = open_calibration(options)
         if not calibration.config.names_target:
             _complete(calibration)
-        return _measure(calibration)
-
-
-def _measure(calibration: Calibration) -> dict[str, Any]:
-    options = calibration.options
-    config = calibration.config
-    path = Path(options.heads) / CALIBRATION_NAME
-    measured = {}
-    for name, measure in calibration_of(config.kind).PARTS.items():
-        print(f"measuring {name} ...", flush=True)
-        measured[name] = to_jsonable_python(measure(calibration))
-    chosen = recommend(config, parts_of(config, measured, path))
-    result = provenance(
-        kind=config.kind,
-        target=calibration.target.name,
-        options=options.model_dump(
-            mode="json", exclude={"recommend", "device", "batch"}
-        ),
-        finished=True,
-        parts=measured,
-        recommendation=chosen,
-    )
-    if options.recommend:
-        save_recommended(options.heads, config, chosen)
-    write_card(options.heads, config, report(result | {"target": shown_target(config)}))
-    write_text(path, json.dumps(result, indent=1) + "\n")
+        config = calibration.config
+        measured = {}
+        for part, measure in calibration_of(config.kind).PARTS.items():
+            print(f"measuring {part} ...", flush=True)
+            measured[part] = to_jsonable_python(measure(calibration))
+        chosen = recommend(config, config.parts.model_validate(measured))
+        result = provenance(
+            kind=config.kind,
+            target=calibration.target.name,
+            options=options.model_dump(
+                mode="json", exclude={"recommend", "device", "batch"}
+            ),
+            finished=True,
+            parts=measured,
+            recommendation=chosen,
+        )
+        if options.recommend:
+            save_recommended(folder, config, chosen)
+        shown = report(result | {"target": shown_target(config)})
+        write_card(folder, config, shown)
+        write_text(Path(folder) / CALIBRATION_NAME, json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -247,24 +229,20 @@ def report(result: dict[str, Any], heads: str = "HEADS") -> str:
     """
     kind = result["kind"]
     target = result["target"]
-    parts = KINDS[kind].parts.model_validate(result["parts"])
-    title = f"{kind} heads for {target}"
-    tables = calibration_of(kind).tables(parts)
-    return "\n\n".join(
-        [title, *tables, advice(heads, target, result["recommendation"])]
+    tables = calibration_of(kind).tables(
+        KINDS[kind].parts.model_validate(result["parts"])
     )
+    said = advice(heads, target, result["recommendation"])
+    return "\n\n".join([f"{kind} heads for {target}", *tables, said])
 
 
 def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
     """Write what was recommended into the heads' configuration."""
-    fields = {
-        name: value
-        for name, value in chosen.items()
-        if name in type(config).model_fields
-    }
+    known = config.model_dump()
+    known |= {name: value for name, value in chosen.items() if name in known}
     # The drafts by batch size of an earlier calibration are of other figures.
-    known = config.model_dump() | {"calibration": None}
-    save_config(folder, type(config).model_validate(known | fields))
+    known["calibration"] = None
+    save_config(folder, type(config).model_validate(known))
 
 
 def _complete(calibration: Calibration) -> None:
@@ -272,37 +250,34 @@ def _complete(calibration: Calibration) -> None:
     target = calibration.target
     config = calibration.config
     folder = Path(calibration.options.heads)
-    counts = counts_of(calibration.options.data, target, by_answer=True)
-    if not counts.any():  # prompts alone
-        counts = counts_of(calibration.options.data, target, by_answer=False)
-    write_tensors(folder / COUNTS_NAME, {"token_counts": counts}, {"format": "pt"})
+    counts = counts_of(calibration.options.data, target)
+    write_tensors(folder / COUNTS_NAME, {"token_counts": counts})
     known = config.model_dump() | target.description()
-    known |= {"token_counts": True, "verifier": stored_name(target.name, folder)}
-    known["draft_vocab_size"] = first_guess(counts)
     known["target"] = known["target"].model_dump()
+    known["verifier"] = stored_name(target.name, folder)
+    known["token_counts"] = True
+    known["draft_vocab_size"] = first_guess(counts)
     calibration.config = type(config).model_validate(known)
     calibration.tensors["token_counts"] = counts
     save_config(folder, calibration.config)
 
 
-def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Tensor:
+def counts_of(data: Sequence[str], target: Target) -> torch.Tensor:
     """How often each token occurs in data: [vocabulary] int64.
 
-    Args:
-        data: files and folders.
-        target: its tokenizer reads them.
-        by_answer: count only what the model writes.
+    What the model writes is counted, or all tokens if the data has prompts alone.
     """
-    counts = np.zeros(target.vocab_size, np.int64)
-    documents = Documents(
-        data, lambda: target.tokenizer, report=False, by_answer=by_answer
-    )
-    for document in documents.tokens():
-        ids = np.array(document.ids, np.int64)
-        if by_answer and document.mask is not None:
-            ids = ids[np.array(document.mask, np.bool_)]
-        counts += np.bincount(ids, minlength=target.vocab_size)
-    return torch.from_numpy(counts)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for by_answer in (True, False):
+        documents = Documents(data, target.tokenizer, by_answer=by_answer)
+        for document in documents.tokens():
+            ids = torch.tensor(document.ids, dtype=torch.int64)
+            if by_answer and document.mask is not None:
+                ids = ids[torch.tensor(document.mask, dtype=torch.bool)]
+            counts += ids.bincount(minlength=target.vocab_size)
+        if counts.any():
+            break
+    return counts
 
 
 def _warn_of_training_data(options: CalibrationOptions) -> None:
@@ -310,12 +285,11 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         facts = provenance_of(options.heads)
     except HeadsError:
         return
-    known = facts.options.get("data") or ()
-    seen = trained_on(expand(options.data), facts.data_files, known)
+    seen = trained_on(options.data, facts)
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, "
+            f"vllm-ppd: warning: these heads were trained on {seen[0]}{more}, "
             "so the results will be too optimistic; give --data that was not used "
             "for training",
             file=sys.stderr,

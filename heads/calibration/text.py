@@ -5,12 +5,13 @@ are accepted there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig
 
@@ -36,32 +37,23 @@ class Texts:
     prompt: int  # tokens of the longest prompt
     lengths: torch.Tensor  # [texts] generated tokens, the end token included
     temperature: float  # at which the text was sampled; 0 is greedy
-    # [texts] where each prompt begins (None: all at 0)
-    starts: torch.Tensor | None = None
+    starts: torch.Tensor  # [texts] int64, where each prompt begins
 
     @property
     def generated(self) -> torch.Tensor:
         """[texts, generated]"""
         return self.ids[:, self.prompt :]
 
-    def batches(self, size: int) -> list[tuple[slice, Batch]]:
+    def batches(self, size: int) -> Iterator[tuple[slice, Batch]]:
         """The texts as batches, one text a window."""
-        device = self.ids.device
-        batches = []
-        for start in range(0, len(self.ids), size):
+        ids = self.ids[:, :-1]  # nothing reads the last token's state
+        places = torch.arange(ids.shape[1], device=ids.device)
+        # A document begins at each position 0, so that padding is not part of what
+        # follows it.
+        positions = (places - self.starts[:, None]).clamp(min=0)
+        for start in range(0, len(ids), size):
             some = slice(start, start + size)
-            ids = self.ids[some, :-1]  # nothing reads the last token's state
-            starts = torch.zeros(1) if self.starts is None else self.starts[some]
-            # A document begins at each position 0, so that padding is not part of what
-            # follows it.
-            positions = (
-                torch.arange(ids.shape[1], device=device)
-                - starts.to(device).long()[:, None]
-            )
-            batches.append(
-                (some, Batch(ids, positions.clamp(min=0).expand(len(ids), -1)))
-            )
-        return batches
+            yield some, Batch(ids[some], positions[some])
 
     def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
         """The states of a batch that read each generated token.
@@ -130,9 +122,9 @@ def take_prompts(
         TrainingError: if the data holds too few.
     """
     rows = []
-    documents = Documents(data, lambda: target.tokenizer)
-    for document in document_prompts(documents, length):
-        pieces = [ids for ids in document.ids if 0 < len(ids) <= longest]
+    documents = Documents(data, target.tokenizer)
+    for prompts in document_prompts(documents, length):
+        pieces = [ids for ids in prompts if 0 < len(ids) <= longest]
         for ids in pieces:
             check_vocabulary(ids, target.vocab_size)
         if pieces:
@@ -162,28 +154,21 @@ def generate(
         temperature: 0 is greedy.
     """
     ends = end_tokens(target)
-    settings: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        settings = {
-            "do_sample": True,
-            "temperature": temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-        }
+    end = ends[0] if ends else 0
     config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=ends or None,
-        pad_token_id=ends[0] if ends else 0,
+        pad_token_id=end,
         renormalize_logits=True,
-        **settings,
+        do_sample=temperature > 0,
+        **({"temperature": temperature, "top_k": 0} if temperature else {}),
     )
-    width = max(map(len, prompts))
-    starts = torch.tensor([width - len(prompt) for prompt in prompts])
-    ids = torch.full((len(prompts), width + tokens), ends[0] if ends else 0)
-    for row, prompt in enumerate(prompts):
-        ids[row, starts[row] : width] = torch.tensor(prompt)
-    ids = ids.to(target.device)
-    real = torch.arange(width)[None] >= starts[:, None]
+    rows = [torch.tensor(prompt, device=target.device) for prompt in prompts]
+    left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence(rows, padding_value=end, **left)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], **left)
+    width = ids.shape[1]
+    written = []
     defaults = target.model.generation_config
     try:
         # Transformers would fill in what the config leaves open: penalties, banned
@@ -191,19 +176,17 @@ def generate(
         target.model.generation_config = GenerationConfig()
         batches = torch.arange(len(prompts)).split(WRITTEN_TOGETHER)
         for some in tqdm(batches, desc="writing texts", delay=2):
-            mask = real[some].long().to(target.device)
             out = target.model.generate(
-                ids[some, :width], attention_mask=mask, generation_config=config
+                ids[some], attention_mask=mask[some], generation_config=config
             )
-            ids[some, width : out.shape[1]] = out[:, width:]
+            room = width + tokens - out.shape[1]
+            written.append(functional.pad(out, (0, room), value=end))
     finally:
         target.model.generation_config = defaults
-    generated = ids[:, width:]
-    ended = torch.isin(
-        generated, torch.tensor(ends, dtype=ids.dtype, device=ids.device)
-    )
+    ids = torch.cat(written)
+    ended = torch.isin(ids[:, width:], torch.tensor(ends, device=ids.device))
     lengths = torch.where(ended.any(1), ended.float().argmax(1) + 1, tokens)
-    return Texts(ids, width, lengths, temperature, starts)
+    return Texts(ids, width, lengths, temperature, width - mask.sum(1))
 
 
 def end_tokens(target: Target) -> list[int]:

@@ -40,9 +40,15 @@ def drafted(
     """
     target = calibration.target
     head = make(calibration.config, calibration.tensors).to(target.device, target.dtype)
+    head.eval()
     drafts = head.positions - 1
     steps = texts.generated.shape[1]
-    accept = torch.zeros(len(texts.ids), steps, drafts)
+    temperature = texts.temperature
+    ids = torch.arange(target.vocab_size) if token_ids is None else token_ids
+    ids = ids.to(target.device)
+    index_of = columns(ids, target.vocab_size)
+    size = rows_a_chunk(target.unembedding) // (head.factors * head.rank + 2)
+    chances = []
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, head.layers)
@@ -52,59 +58,40 @@ def drafted(
         # The rows of `final` that read the drafts' positions.
         places = torch.arange(len(final), device=final.device).view(-1, steps)
         places = ahead(places, range(1, drafts + 1)).flatten(0, 1)
-        size = max(
-            1, rows_a_chunk(target.unembedding) // (head.factors * head.rank + 2)
-        )
-        chances = []
-        for start in range(0, len(tokens), size):
-            rows = slice(start, start + size)
-            chances.append(
-                _chances(
-                    calibration,
-                    head,
-                    hidden[rows],
-                    final[places[rows]],
-                    tokens[rows],
-                    texts,
-                    token_ids,
+        for rows in torch.arange(len(final)).split(max(1, size)):
+            following = tokens[rows]
+            context = head.context(target, following[:, :-1])
+            with calibration.autocast():
+                logits = head.logits(
+                    hidden[rows], target.unembedding, target.bias, context
                 )
+                weights = head.log_weights(hidden[rows], context)
+            log_qs = mixtures(
+                logits[..., ids],
+                weights,
+                index_of[following],
             )
-        accept[some] = torch.cat(chances).view(-1, steps, drafts).cpu()
+            by_draft = []
+            for draft, log_q in enumerate(log_qs):
+                states_there = final[places[rows, draft]]
+                log_p = logits_at(target, states_there, temperature).log_softmax(-1)
+                log_q = (log_q / (temperature or 1.0)).log_softmax(-1)
+                outside = torch.full_like(log_p, -torch.inf)
+                whole = outside.index_copy(
+                    1,
+                    ids,
+                    log_q.to(log_p.dtype),
+                )
+                text = following[:, draft + 1]
+                by_draft.append(acceptance(log_p, whole, text, temperature))
+            chances.append(torch.stack(by_draft, dim=1).cpu())
+    accept = torch.cat(chances).view(
+        -1,
+        steps,
+        drafts,
+    )
     lengths = texts.lengths.cpu()
     return [replay(accept[:, :, :n], lengths) for n in range(1, drafts + 1)]
-
-
-def _chances(
-    calibration: Calibration,
-    head: Any,
-    hidden: torch.Tensor,  # [rows, hidden], which the head reads
-    # [rows, drafts, hidden], of which the target's distributions are
-    final: torch.Tensor,
-    # [rows, 1 + drafts], the sampled token and the tokens after it
-    tokens: torch.Tensor,
-    texts: Texts,
-    token_ids: torch.Tensor | None,
-) -> torch.Tensor:
-    """P(a draft is accepted | those before it were): [rows, drafts]."""
-    target = calibration.target
-    temperature = texts.temperature
-    context = head.context(target, tokens[:, :-1])
-    with calibration.autocast():
-        logits = head.logits(hidden, target.unembedding, target.bias, context)
-        weights = head.log_weights(hidden, context)
-    known = tokens
-    if token_ids is not None:
-        logits = logits[..., token_ids]
-        known = columns(token_ids, target.vocab_size)[tokens]
-    chances = []
-    for draft, log_q in enumerate(mixtures(logits, weights, known)):
-        log_p = logits_at(target, final[:, draft], temperature).log_softmax(-1)
-        log_q = (log_q / (temperature or 1.0)).log_softmax(-1)
-        if token_ids is not None:
-            outside = torch.full_like(log_p, -torch.inf)
-            log_q = outside.index_copy(1, token_ids, log_q.to(log_p.dtype))
-        chances.append(acceptance(log_p, log_q, tokens[:, draft + 1], temperature))
-    return torch.stack(chances, dim=1)
 
 
 def by_drafts(
@@ -118,21 +105,17 @@ def by_drafts(
     return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])
 
 
-PARTS = parts_by_vocabulary(partial(by_drafts, make=CPHead.from_tensors))
+PARTS = parts_by_vocabulary(partial(by_drafts, make=CPHead))
 
 
 def tables(parts: CPParts) -> Iterator[str]:
     """Markdown of what was measured."""
-    measured = dict(parts.acceptance)
-    measured |= {
-        f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()
-    }
     yield "Expected drafts accepted per step (rate: accepted / drafted)"
     yield table(
         ["texts", "drafts", "rate", "accepted per step"],
         [
             [name, drafts, percent(counts.rate), f"{counts.length - 1:.3f}"]
-            for name, by in measured.items()
+            for name, by in parts.by_name().items()
             for drafts, counts in enumerate(by.by_drafts, start=1)
         ],
     )

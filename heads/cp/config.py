@@ -5,37 +5,35 @@ what drafting costs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
-from vllm_ppd.heads.measured import (
-    ByDrafts,
-    ByTexts,
-    Number,
-    Parts,
-    Setting,
-    Work,
-    on_texts,
-)
+from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, Shapes
+from vllm_ppd.heads.measured import ByDrafts, PartsByVocabulary, Setting
 from vllm_ppd.heads.text import Integers
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions
 
+CPParts = PartsByVocabulary[ByDrafts]
 Condition = Literal["none", "recurrent"]
+Positions = Annotated[
+    int,
+    Field(
+        ge=2,
+        le=17,
+        description="positions of the joint: one verified token and n-1 drafts",
+    ),
+]
+Rank = Annotated[int, Field(ge=1, le=64, description="experts of the mixture")]
 
 
 class Experts(BaseModel):
     """The shape of a CP head, which its configuration and the options of its training share."""
 
-    positions: int = Field(
-        4,
-        ge=2,
-        le=17,
-        description="positions of the joint: one verified token and n-1 drafts",
-    )
-    rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
+    positions: Positions = 4
+    rank: Rank = 3
     factorised: bool = Field(
         True,
         description="W = E* T; otherwise full V x E matrices, as measured in the paper",
@@ -94,34 +92,15 @@ class Experts(BaseModel):
         return self
 
 
-class CPOptions(Experts, FullOptions):
-    """`ppd train cp`: a CP head of rank r, with a frozen target ("head-only" in the
-    paper) or one trained with it.
+class ChainOptions(FullOptions):
+    """Options of heads that are distilled at each position and may draft from a part of
+    the vocabulary: CP and recurrent heads.
     """
 
-    kind: ClassVar[str] = "cp"
-
-    num_speculative_tokens: int = Field(
-        3, ge=1, le=16, description="drafts per step that the heads recommend"
-    )
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
-        description="Muon for transforms and AdamW for the rest, or AdamW alone (the "
-        "paper names no optimiser)",
-    )
-    learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="peak learning rate (the paper names none); higher for weights "
-        "that read embeddings",
-    )
-    balance: float = Field(
-        0.1, ge=0, description="weight of the load-balancing loss (eq. 10)"
-    )
-    start: Literal["ridge", "identity"] = Field(
-        "ridge",
-        description="initial transforms: a ridge regression of the target's later "
-        "states, or the identity",
+        description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
+        "alone (the papers name no optimiser)",
     )
     decay: float = Field(
         0.8,
@@ -129,6 +108,29 @@ class CPOptions(Experts, FullOptions):
         le=1,
         description="weight of a draft's distillation, relative to that of the "
         "previous draft",
+    )
+    train_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the data only, and draft "
+        "from them (0: all tokens)",
+    )
+
+
+class CPOptions(ChainOptions, Experts):
+    """`ppd train cp`: a CP head of rank r, with a frozen target ("head-only" in the
+    paper) or one trained with it.
+    """
+
+    kind = "cp"
+
+    balance: float = Field(
+        0.1, ge=0, description="weight of the load-balancing loss (eq. 10)"
+    )
+    start: Literal["ridge", "identity"] = Field(
+        "ridge",
+        description="initial transforms: a ridge regression of the target's later "
+        "states, or the identity",
     )
     dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout rate of a recurrent state's gated layer"
@@ -140,12 +142,6 @@ class CPOptions(Experts, FullOptions):
         "trained",
         description="initial weights of the base model (full recipe); random is the "
         "paper's choice",
-    )
-    train_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="train over the most frequent tokens of the data only, and draft "
-        "from them (0: all tokens)",
     )
 
     @model_validator(mode="after")
@@ -170,42 +166,53 @@ class CPOptions(Experts, FullOptions):
         return self
 
 
-class CPParts(Parts):
-    """What `ppd calibrate` stores of CP heads."""
+class ChainConfig(HeadsConfig):
+    """Heads that draft token by token, from a part of the vocabulary if they have token
+    counts: CP and recurrent heads.
+    """
 
-    likelihood: dict[str, Any] = Field(default_factory=dict)
-    acceptance: ByTexts[ByDrafts]
-    vocabulary: dict[Number, ByDrafts] = Field(default_factory=dict)
+    parts = CPParts
+    counts = ("token_counts",)
 
-
-class CPConfig(Experts, HeadsConfig):
-    """A CP head of rank r over n positions."""
-
-    kind: ClassVar[str] = "cp"
-    architecture: ClassVar[str] = "CPHead"
-    method: ClassVar[str] = "cp"
-    options: ClassVar[type[TrainingOptions]] = CPOptions
-    parts: ClassVar[type[Parts]] = CPParts
-    tensor_names: ClassVar[str] = r"cp\.(gate|transforms|classifiers)$"
-    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
-
-    num_speculative_tokens: RecommendedDrafts
-    positions: int = Field(
-        ge=2,
-        le=17,
-        description="n: positions of the joint; position 1 is the verified token",
-    )
-    rank: int = Field(
-        ge=1, le=64, description="r: rank-1 terms, the experts of the mixture"
-    )
-    condition: Condition = Field(
-        "none", description="what the experts read besides the state"
-    )
-    layers: Annotated[tuple[int, ...], Field(strict=False, max_length=64)] = ()
     token_counts: bool = Field(
         False,
-        description="the heads have token counts of the training data, for a draft "
-        "vocabulary",
+        description="the heads have token counts of a text, for a draft vocabulary",
+    )
+
+    @property
+    def counts_tensor(self) -> str | None:
+        return "token_counts" if self.token_counts else None
+
+    @abstractmethod
+    def work(self, drafts: int) -> tuple[float, float]:
+        """What a number of drafts reads per step: d x d matrices of the heads, and the
+        whole LM head so many times.
+        """
+
+    def settings(self, parts: CPParts) -> Iterator[Setting]:
+        """Settings for each number of drafts and draft vocabulary."""
+        for size, by in parts.by_vocabulary():
+            share = 1.0 if size is None else size / self.target.vocab_size
+            for drafts, counts in enumerate(by.by_drafts, start=1):
+                matrices, reads = self.work(drafts)
+                layers = matrices * parts.timing.transform_in_layers
+                options = {"num_speculative_tokens": drafts, "draft_vocab_size": size}
+                yield Setting(options, counts.length, layers, reads * share)
+
+
+class CPConfig(ChainConfig, Experts):
+    """A CP head of rank r over n positions."""
+
+    kind = "cp"
+    architecture = "CPHead"
+    method = "cp"
+    options = CPOptions
+    tensor_names = r"cp\.(gate|transforms|classifiers)$"
+
+    positions: Positions
+    rank: Rank
+    condition: Condition = Field(
+        "none", description="what the experts read besides the state"
     )
 
     @model_validator(mode="after")
@@ -242,44 +249,31 @@ class CPConfig(Experts, HeadsConfig):
         """A recurrent state may make more drafts than it was trained for."""
         return MOST_DRAFTS if self.condition == "recurrent" else self.positions - 1
 
-    @property
-    def counts_tensor(self) -> str | None:
-        return "token_counts" if self.token_counts else None
-
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
-        shapes: Shapes = {"cp.gate": [self.rank, size]}
+        rank = self.rank
+        shapes: Shapes = {"cp.gate": [rank, size]}
         if self.condition == "recurrent":
-            shapes["cp.token_gate"] = [self.rank, size]
-            for name, shape in self._recurrence_shapes().items():
-                shapes[f"cp.recurrence.{name}"] = shape
-        elif self.factorised:
-            shapes["cp.transforms"] = [self.factors, self.rank, size, size]
+            read = [size + 2 * self.inner, size]
+            shapes["cp.token_gate"] = [rank, size]
+            shapes["cp.recurrence.token"] = read
+            shapes["cp.recurrence.inner"] = read
+            shapes["cp.recurrence.outer"] = [size, self.inner]
+            if rank > 1:
+                shapes["cp.recurrence.down"] = [rank, self.expert_rank, size]
+                shapes["cp.recurrence.up"] = [rank, size, self.expert_rank]
+            if self.layers:
+                fused = (1 + len(self.layers)) * size
+                shapes["cp.recurrence.fuse"] = [size, fused]
         else:
-            shapes["cp.classifiers"] = [
-                self.factors,
-                self.rank,
-                self.target.vocab_size,
-                size,
-            ]
+            rows = size if self.factorised else self.target.vocab_size
+            name = "transforms" if self.factorised else "classifiers"
+            shapes[f"cp.{name}"] = [self.factors, rank, rows, size]
         if self.token_counts:
             shapes["token_counts"] = [self.target.vocab_size]
         return shapes
 
-    def _recurrence_shapes(self) -> Shapes:
-        size = self.target.hidden_size
-        read = [size + 2 * self.inner, size]
-        shapes: Shapes = {"token": read, "inner": read, "outer": [size, self.inner]}
-        if self.rank > 1:
-            shapes["down"] = [self.rank, self.expert_rank, size]
-            shapes["up"] = [self.rank, size, self.expert_rank]
-        if self.layers:
-            shapes["fuse"] = [size, (1 + len(self.layers)) * size]
-        return shapes
-
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
+    def work(self, drafts: int) -> tuple[float, float]:
         """A recurrent state reads its matrices and the LM head for each draft, as each
         needs the draft before.
 
@@ -292,39 +286,6 @@ class CPConfig(Experts, HeadsConfig):
             if self.rank > 1:
                 matrices += 2 * self.rank * self.expert_rank / size
             fuse = 1 + len(self.layers) if self.layers else 0  # once per step
-            return Work(0, fuse + drafts * matrices, drafts * vocabulary, self.rank)
+            return fuse + drafts * matrices, drafts
         states = self.rank * (drafts + 1)
-        if not self.factorised:
-            return Work(0, 0, states * vocabulary)
-        return Work(0, states, vocabulary, states)
-
-    def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
-        return settings_by_drafts(self, parts, greedy)
-
-
-def settings_by_drafts(
-    config: HeadsConfig, parts: CPParts, greedy: bool
-) -> Iterator[Setting]:
-    """Settings of heads for which the number of drafts and the draft vocabulary are chosen."""
-    measured: list[tuple[int | None, ByDrafts]] = [
-        (None, on_texts(parts.acceptance, greedy))
-    ]
-    measured += [] if greedy else list(parts.vocabulary.items())
-    for size, by in measured:
-        for n, counts in enumerate(by.by_drafts, start=1):
-            work = config.work(
-                n, 1.0 if size is None else size / config.target.vocab_size
-            )
-            options = {"num_speculative_tokens": n, "draft_vocab_size": size}
-            yield Setting(
-                options,
-                n,
-                counts.drafted / max(counts.cycles, 1),
-                counts.length,
-                work.matrices * parts.timing.transform_in_layers,
-                work.reads,
-                work.rows,
-                served={
-                    name: value for name, value in options.items() if value is not None
-                },
-            )
+        return (states, 1) if self.factorised else (0, states)

@@ -5,12 +5,13 @@ server makes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from vllm_ppd.heads.data.records import (
     parse_record,
     readable,
 )
-from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
@@ -41,9 +41,7 @@ class Documents:
 
     Args:
         data: files, and folders of them.
-        tokenizer: returns the target's tokenizer; called when a text or a chat needs
-            it.
-        report: say on stderr how many records are skipped, and why.
+        tokenizer: the target's.
         system: system prompt of chats that have none.
         by_answer: give a chat whose template rewrites earlier turns as a document for
             each answer, and leave out records and answers of which nothing is known
@@ -56,14 +54,12 @@ class Documents:
     def __init__(
         self,
         data: Sequence[str | Path],
-        tokenizer: Callable[[], Any],
-        report: bool = True,
+        tokenizer: Any,
         system: str | None = None,
         by_answer: bool = False,
     ) -> None:
         self.files = expand(data)
-        self._load = tokenizer
-        self._report = report
+        self.tokenizer = tokenizer
         self._system = system
         self._by_answer = by_answer
         self.count = 0  # records read
@@ -81,151 +77,84 @@ class Documents:
             for file in self.files:
                 for where, record in records(file):
                     try:
-                        document = self._document(record, where)
+                        yield from self._documents(record, where)
                     except Skipped as skipped:
                         self.skipped[str(skipped)] += 1
-                        continue
-                    if not self._by_answer:
-                        self.count += 1
-                        yield document
-                    elif self._counted(document):
-                        yield from document.by_answer()
         finally:
-            if self._report:
-                self.report_skips()
+            if self.skipped:
+                count = self.count + self.skipped.total()
+                skips = f"vllm-ppd: {self.skips()}, of {count} records"
+                tqdm.write(skips, file=sys.stderr)
 
-    def _document(self, record: Any, where: str) -> Document:
-        parsed = parse_record(record, where)
-        if isinstance(parsed, Chat):
-            return render(parsed, where, self.tokenizer, self._system)
-        return parsed
-
-    def _counted(self, document: Document) -> bool:
-        """Whether a document has a response; counts it, and the responses that are lost."""
+    def _documents(self, record: Any, where: str) -> list[Document]:
+        """The documents of a record, which is counted."""
+        document = parse_record(record, where)
+        if isinstance(document, Chat):
+            document = render(document, where, self.tokenizer, self._system)
+        if not self._by_answer:
+            self.count += 1
+            return [document]
         self.skipped.update(document.lost)
         if document.has_response:
             self.count += 1
-            return True
-        if not document.lost:
-            self.skipped[NO_RESPONSE] += 1
-        return False
+            return document.by_answer()
+        if document.lost:
+            return []
+        raise Skipped(NO_RESPONSE)
 
-    def tokens(self, prompts: bool = False) -> Iterator[Document]:
+    def tokens(self) -> Iterator[Document]:
         """The documents with their token IDs and a mask of the tokens that the model is
         to write.
-
-        Args:
-            prompts: also tokenise the records' prompts.
         """
-        stream = iter(self)
-        while batch := list(itertools.islice(stream, BATCH)):
-            for is_chat in (False, True):
-                texts = {
-                    i: d
-                    for i, d in enumerate(batch)
-                    if d.ids is None and d.is_chat == is_chat
-                }
-                if texts:
-                    tokenised = self._tokenised(list(texts.values()), is_chat, prompts)
-                    batch = [
-                        tokenised.pop(0) if i in texts else d
-                        for i, d in enumerate(batch)
-                    ]
-            yield from batch
+        kinds = itertools.groupby(self, lambda d: (d.ids is not None, d.is_chat))
+        for (has_ids, is_chat), documents in kinds:
+            if has_ids:
+                yield from documents
+                continue
+            while batch := list(itertools.islice(documents, BATCH)):
+                yield from self._tokenised(batch, add_special_tokens=not is_chat)
 
     def _tokenised(
-        self, documents: list[Document], are_chats: bool, prompts: bool
-    ) -> list[Document]:
-        """Texts, or chats, with their token IDs."""
-        settings = {"add_special_tokens": not are_chats, "verbose": False}
-        is_fast = bool(getattr(self.tokenizer, "is_fast", False))
-        offsets = is_fast and any(document.responses for document in documents)
+        self, documents: list[Document], **settings: bool
+    ) -> Iterator[Document]:
+        """Texts with their token IDs; `settings` are the tokenizer's."""
         texts = [document.text for document in documents]
-        encoded = self.tokenizer(texts, **settings, return_offsets_mapping=offsets)
-        made = []
+        is_fast = getattr(self.tokenizer, "is_fast", False)
+        encoded = self.tokenizer(
+            texts,
+            verbose=False,
+            return_offsets_mapping=is_fast and any(d.responses for d in documents),
+            **settings,
+        )
         for row, document in enumerate(documents):
             ids = list(encoded["input_ids"][row])
             mask = None
-            asked = None
-            if prompts and document.prompt:
-                asked = self.tokenizer(document.prompt, **settings)["input_ids"]
-            if document.responses and not is_fast:
-                ids, mask = self._by_piece(document, ids, settings)
-            elif document.responses:
+            if document.responses and is_fast:
                 mask = _mask(document.responses, encoded["offset_mapping"][row])
             elif document.responses is not None:
                 mask = [False] * len(ids)
-            made.append(replace(document, ids=ids, mask=mask, prompt_ids=asked))
-        return made
+                for span in document.responses:
+                    first, last = (
+                        self._count_before(edge, document.text, ids, settings)
+                        for edge in span
+                    )
+                    mask[first:last] = [True] * (last - first)
+            yield replace(document, ids=ids, mask=mask)
 
-    def _by_piece(
-        self, document: Document, ids: list[int], settings: dict[str, Any]
-    ) -> tuple[list[int], list[bool]]:
-        """Token IDs and mask from a tokenizer that does not say where its tokens are in
-        the text.
-
-        Args:
-            document: with the spans of its responses.
-            ids: of the whole text.
-            settings: of the tokenizer's calls.
-
-        Returns:
-            The IDs of the whole text if tokens end where its responses begin and end;
-            else those of its pieces.
+    def _count_before(
+        self, edge: int, text: str, ids: list[int], settings: dict[str, bool]
+    ) -> int:
+        """How many of a text's tokens are before a character, by a tokenizer that does
+        not say where its tokens are: those that it also makes of the text before.
         """
-        text = document.text
-        edges = list(itertools.chain.from_iterable(document.responses or ()))
-        before = [
-            list(self.tokenizer(text[:edge], **settings)["input_ids"]) for edge in edges
-        ]
-        if all(ids[: len(some)] == some for some in before):
-            counts = [0, *map(len, before), len(ids)]
-        else:
-            pieces = [
-                list(
-                    self.tokenizer(text[start:end], add_special_tokens=False)[
-                        "input_ids"
-                    ]
-                )
-                for start, end in itertools.pairwise([0, *edges, len(text)])
-            ]
-            if not document.is_chat:
-                pieces[0] = [*self.special.before, *pieces[0]]
-                pieces[-1] = [*pieces[-1], *self.special.after]
-            ids = list(itertools.chain.from_iterable(pieces))
-            counts = list(itertools.accumulate(map(len, pieces), initial=0))
-        mask: list[bool] = []
-        for number, (start, end) in enumerate(itertools.pairwise(counts)):
-            mask += [number % 2 == 1] * (end - start)
-        return ids, mask
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer, loaded when it is first needed."""
-        return self._load()
-
-    @cached_property
-    def special(self) -> SpecialTokens:
-        """The special tokens that surround prompts."""
-        return SpecialTokens.of(self.tokenizer)
-
-    def report_skips(self) -> None:
-        """Say on stderr how many records were skipped and why, if any was."""
-        if self.skipped:
-            records = self.count + self.skipped.total()
-            tqdm.write(
-                f"vllm-ppd: {self.skips()}, of {records} records", file=sys.stderr
-            )
+        before = self.tokenizer(text[:edge], verbose=False, **settings)["input_ids"]
+        return len(os.path.commonprefix([ids, list(before)]))
 
     def skips(self) -> str:
         """How many records were skipped and why, in one line; empty if none was."""
         if not self.skipped:
             return ""
-        reasons = [
-            f"{number} {reason}" for reason, number in self.skipped.most_common(3)
-        ]
-        if len(self.skipped) > 3:
-            reasons.append("and others")
+        reasons = [f"{count} {reason}" for reason, count in self.skipped.most_common()]
         return shortened(
             f"skipped {self.skipped.total()}: {', '.join(reasons)}", LONGEST_SUMMARY
         )
@@ -275,25 +204,21 @@ def render(
         messages = [{"role": "system", "content": system}, *messages]
 
     def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
-        return str(
-            tokenizer.apply_chat_template(
+        try:
+            return tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools
             )
-        )
+        except Exception as error:  # a template is a program and may raise anything
+            reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
+            raise Skipped(f"the chat template rejects it ({reason})") from None
 
-    try:
-        text = rendered(messages)
-    except Exception as error:  # a template is a program and may raise anything
-        reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
-        raise Skipped(f"the chat template rejects it ({reason})") from None
+    text = readable(rendered(messages))
     roles = [message["role"] for message in messages]
-    last = max(
-        (i for i, role in enumerate(roles, start=1) if role == "user"), default=0
-    )
-    try:
-        prompt = rendered(messages[:last], asked=True) if last else None
-    except Exception:  # it may reject a chat that goes on
-        prompt = None
+    prompt = None
+    if "user" in roles:
+        last = len(roles) - roles[::-1].index("user")
+        with contextlib.suppress(Skipped):  # it may reject a chat that goes on
+            prompt = rendered(messages[:last], asked=True)
     answers: list[Answer] = []
     lost: list[str] = []
     for index in range(1, len(roles)):
@@ -302,21 +227,15 @@ def render(
                 answers.append(_answer(messages[: index + 1], rendered))
             except Skipped as skipped:
                 lost.append(str(skipped))
-    made = Document(
-        readable(text),
-        is_chat=True,
-        prompt=prompt,
-        lost=tuple(lost),
-        category=chat.category,
-    )
+    made = Document(text, is_chat=True, prompt=prompt, lost=tuple(lost))
     # A template may change a message when the chat goes on, such as dropping its
     # reasoning.
-    if all(text.startswith(before + response) for before, response in answers):
-        spans = tuple(
-            (len(before), len(before) + len(response)) for before, response in answers
-        )
-        return replace(made, responses=spans)
-    return replace(made, responses=(), answers=tuple(answers))
+    spans = []
+    for before, response in answers:
+        if not text.startswith(before + response):
+            return replace(made, responses=(), answers=tuple(answers))
+        spans.append((len(before), len(before + response)))
+    return replace(made, responses=tuple(spans))
 
 
 def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Answer:
@@ -324,28 +243,23 @@ def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Ans
     server would read.
 
     Raises:
-        Skipped: if the template does not tell.
+        Skipped: if the template does not tell, or rejects a chat that goes on.
     """
     *others, message = messages
-    try:
-        prompt = rendered(others, asked=True)
-        text = rendered(messages).rstrip()
-        if text.startswith(prompt) and text != prompt:
-            return Answer(prompt, text[len(prompt) :])
-        chat = rendered(others)
-        marked = rendered([*others, {**message, "content": MARK}])
-    except Exception:  # it may reject a chat that goes on
-        raise Skipped(
-            "an answer in a chat that the chat template rejects before it goes on"
-        ) from None
+    prompt = rendered(others, asked=True)
+    text = rendered(messages).rstrip()
+    if text.startswith(prompt) and text != prompt:
+        return Answer(prompt, text[len(prompt) :])
+    chat = rendered(others)
+    marked = rendered([*others, {**message, "content": MARK}])
     # A template may begin the answer, as with <think>, and write answers that are given
     # without their reasoning. Then the message itself is what the model goes on with.
     header = prompt.removeprefix(chat)
     content = message["content"].strip()
     stem = header.rstrip()
-    begun = next(
-        (stem[at:] for at in range(len(stem)) if content.startswith(stem[at:])), ""
-    )
+    begun = stem
+    while not content.startswith(begun):
+        begun = begun[1:]
     closing = marked.rpartition(MARK)[2].rstrip()
     opening = chat + stem.removesuffix(begun)
     if begun and text.startswith(opening) and text.endswith(closing):

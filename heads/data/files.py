@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_ppd.heads.data.records import Skipped, parse_record
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.text import LONGEST_VALUE, place, shortened
 
+LOOKED_AT = 1024  # records of each file that are checked before a model loads
 PIECE = 1 << 18  # characters of a plain text file that make one document
-LINES_SUFFIXES = {".jsonl", ".ndjson"}
-JSON_SUFFIX = ".json"
+LINES = {".jsonl", ".ndjson"}
+RECORDS = {*LINES, ".json"}
 FORMS = "give .jsonl, .json or text files"
 
 
@@ -27,8 +31,10 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            inside = [file for file in inside if not _is_hidden(file.relative_to(path))]
+            names = glob.glob("**", root_dir=path, recursive=True)  # none is hidden
+            inside = [
+                file for file in sorted(map(path.joinpath, names)) if file.is_file()
+            ]
             if not inside:
                 raise TrainingError(
                     f"data folder {place(path)!r} holds no files; {FORMS}"
@@ -44,13 +50,30 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def check_data(paths: Sequence[str | Path]) -> None:
+    """Read the beginning of every file. No tokenizer is needed, so bad data is refused
+    before a model loads.
 
-
-def is_records(file: Path) -> bool:
-    """Whether a file holds records. Other files are plain text."""
-    return file.suffix in LINES_SUFFIXES or file.suffix == JSON_SUFFIX
+    Raises:
+        TrainingError: if a file is missing or malformed, or if there is no text. The
+            message names the file.
+    """
+    files = expand(paths)
+    has_text = not files
+    reason = ""
+    for file in files:
+        for where, record in itertools.islice(records(file), LOOKED_AT):
+            try:
+                parse_record(record, where)
+            except Skipped as skipped:
+                reason = reason or f" ({where}: {skipped})"
+            else:
+                has_text = True
+            if file.suffix not in RECORDS:
+                break  # one piece of plain text is enough
+    if not has_text:
+        names = ", ".join(map(place, files))
+        raise TrainingError(f"no text in {names}{reason}; {FORMS} with text")
 
 
 def records(file: Path) -> Iterator[tuple[str, Any]]:
@@ -61,9 +84,9 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
         TrainingError: on what is not JSON or not UTF-8; the message names file and
             line.
     """
-    if file.suffix in LINES_SUFFIXES:
+    if file.suffix in LINES:
         yield from _lines(file)
-    elif file.suffix == JSON_SUFFIX:
+    elif file.suffix in RECORDS:
         yield from _array(file)
     else:
         yield from _pieces(file)
@@ -105,13 +128,6 @@ def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(text: bytes, where: str, needed: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        reason = f"{error.msg}, {line}column {error.colno}"
-    except UnicodeDecodeError:
-        reason = "not UTF-8"
-    except RecursionError:
-        reason = "nested too deeply"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = shortened(str(error), LONGEST_VALUE)
-    raise TrainingError(f"{where} is not JSON ({reason}); {needed}")
+        raise TrainingError(f"{where} is not JSON ({reason}); {needed}") from None

@@ -1,50 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of documents: a record's own prompt, or pieces of its text, tokenised as by
-vLLM's server.
+"""Prompts of documents: a record's own prompt, or pieces of its text, with the special
+tokens that vLLM's server adds.
+
+vLLM tokenises a completion's prompt with special tokens (for many models a BOS token),
+and a chat without, since its template has written them already.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
 
 T = TypeVar("T")
+PROBE = "a"
 
 
-class DocumentPrompts(NamedTuple):
-    """The prompts of a document as token ids."""
-
-    ids: list[list[int]]  # prompts from a record, or successive pieces of its text
-    is_asked: bool  # whether the record contains a prompt
-    category: str
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The token IDs that a tokenizer adds before and after a text."""
+    plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer(PROBE)["input_ids"])
+    for start in range(len(whole) - len(plain) + 1):
+        end = start + len(plain)
+        if whole[start:end] == plain:
+            return whole[:start], whole[end:]
+    return [], []
 
 
 def document_prompts(
-    documents: Documents, length: int, stride: int = 1, shorter: bool = False
-) -> Iterator[DocumentPrompts]:
-    """The prompts of each document in turn; a record's own prompt may have any length.
+    documents: Documents, length: int, stride: int = 1
+) -> Iterator[list[list[int]]]:
+    """The prompts of each document in turn, as token IDs: the record's own, which may
+    have any length, or successive pieces of its text.
 
     Args:
         documents: users' data.
         length: tokens of a piece of text, special ones included.
         stride: lengths from one piece to the next.
-        shorter: use a shorter text as one prompt.
 
     Raises:
         TrainingError: on a file or a record that is malformed.
     """
-    for document in documents.tokens(prompts=True):
+    tokenizer = documents.tokenizer
+    before, after = special_tokens(tokenizer)
+    size = max(1, length - len(before) - len(after))
+    for document in documents.tokens():
         if document.prompt_ids is not None:
-            yield DocumentPrompts([document.prompt_ids], True, document.category)
-        else:
-            pieces = documents.special.pieces(
-                document.ids or [], length, stride, shorter
+            yield [document.prompt_ids]
+        elif document.prompt:
+            encoded = tokenizer(
+                document.prompt, add_special_tokens=not document.is_chat, verbose=False
             )
-            yield DocumentPrompts(pieces, False, document.category)
+            yield [list(encoded["input_ids"])]
+        else:
+            ids = document.ids or []
+            text = ids[len(before) : len(ids) - len(after)]
+            starts = range(0, len(text) - size + 1, stride * size)
+            pieces = [text[start : start + size] for start in starts]
+            yield [[*before, *piece, *after] for piece in pieces]
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
@@ -61,11 +77,11 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
-    """The first of each row, then the second of each row that has one, and so on."""
-    missing = object()
-    columns = itertools.zip_longest(*rows, fillvalue=missing)
-    values: Any = itertools.chain.from_iterable(columns)
-    return [value for value in values if value is not missing]
+    """The first of each row, then the second of each row that has one, and so on;
+    without values that are empty.
+    """
+    columns = itertools.zip_longest(*rows)
+    return [value for column in columns for value in column if value]
 
 
 def from_the_middle(pieces: list[T]) -> list[T]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.text import LONGEST_VALUE, shortened
 
-MOST_IDS = 1 << 31
 COLUMNS = {"messages", "prompt", "text", "prompt_token_ids"}
 NEEDED = "'messages' (a chat), 'prompt' with or without 'response', 'text', or 'prompt_token_ids'"
 
@@ -50,12 +49,6 @@ class Document:
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
     mask: list[bool] | None = None  # which of `ids` the model writes
     cut_off: bool = False  # whether the response goes on after the document's end
-    category: str = ""  # from the record's column of that name
-
-    @property
-    def asks(self) -> bool:
-        """Whether it says what the model is to continue."""
-        return self.prompt is not None or self.prompt_ids is not None
 
     @property
     def has_response(self) -> bool:
@@ -95,10 +88,15 @@ class Document:
         documents: list[Document] = []
         for prompt, response in self.answers:
             text = prompt + response
-            one = replace(self, text=text, responses=((len(prompt), len(text)),))
-            documents.append(
-                replace(one, answers=(), lost=(), continues=bool(documents))
+            one = replace(
+                self,
+                text=text,
+                responses=((len(prompt), len(text)),),
+                answers=(),
+                lost=(),
+                continues=bool(documents),
             )
+            documents.append(one)
         return documents or [self]
 
 
@@ -108,12 +106,6 @@ class Chat:
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
-    category: str = ""
-
-    @property
-    def asks(self) -> bool:
-        """Whether it says what the model is to continue: it has a user's message."""
-        return any(message["role"] == "user" for message in self.messages)
 
 
 def parse_record(record: Any, where: str) -> Document | Chat:
@@ -131,30 +123,21 @@ def parse_record(record: Any, where: str) -> Document | Chat:
     if not isinstance(record, dict):
         raise TrainingError(f"{where} is no JSON object; each record needs {NEEDED}")
     columns = {name: value for name, value in record.items() if value is not None}
-    parsed = _parse(columns, where)
-    if parsed is None and COLUMNS & record.keys():
-        raise Skipped("the text is null")
-    if parsed is None:
-        names = (
-            shortened(", ".join(map(repr, sorted(record))), LONGEST_VALUE)
-            or "no columns"
-        )
-        raise TrainingError(f"{where} has {names}; each record needs {NEEDED}")
-    return replace(parsed, category=str(columns.get("category", "")))
-
-
-def _parse(columns: dict[str, Any], where: str) -> Document | Chat | None:
     if "prompt_token_ids" in columns:
         return _tokens(columns, where)
     if "messages" in columns:
-        return Chat(
-            _messages(columns["messages"], "messages", where), columns.get("tools")
-        )
+        messages = _messages(columns["messages"], "messages", where)
+        return Chat(messages, columns.get("tools"))
     if "prompt" in columns:
         return _prompt(columns, where)
     if "text" in columns:
         return Document(readable(_string(columns, "text", where)))
-    return None
+    if COLUMNS & record.keys():
+        raise Skipped("the text is null")
+    names = ", ".join(map(repr, sorted(record))) or "no columns"
+    raise TrainingError(
+        f"{where} has {shortened(names, LONGEST_VALUE)}; each record needs {NEEDED}"
+    )
 
 
 def _string(columns: dict[str, Any], name: str, where: str) -> str:
@@ -183,9 +166,7 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     """A prompt as token IDs, and the response to it as `ppd data` writes it, or vLLM returns it."""
     for name in ("prompt_token_ids", "token_ids"):
         ids = columns.get(name, [])
-        if not isinstance(ids, list) or not all(
-            type(i) is int and 0 <= i < MOST_IDS for i in ids
-        ):
+        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
             raise TrainingError(f"{where}: no list of token ids under '{name}'")
     prompt = columns["prompt_token_ids"]
     if not prompt:
@@ -210,7 +191,8 @@ def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
     if name not in columns:
         return Document(readable(prompt), prompt=prompt, responses=())
     text = readable(prompt + _string(columns, name, where))
-    return Document(text, prompt=prompt, responses=((len(prompt), len(text)),))
+    span = (len(prompt), len(text))
+    return Document(text, prompt=prompt, responses=(span,))
 
 
 def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
 JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
+Key = tuple[float, int]  # back-off threshold, most drafts
 
 
 @torch.no_grad()
@@ -27,7 +29,7 @@ def drafted(
     texts: Texts,
     eps_b: Sequence[float],
     token_ids: torch.Tensor | None = None,
-) -> dict[tuple[float, int], Drafted]:
+) -> dict[Key, Drafted]:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
     Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the
@@ -42,66 +44,73 @@ def drafted(
         token_ids: [tokens] the draft vocabulary (None: the whole).
     """
     target = calibration.target
+    temperature = texts.temperature
     settings = calibration.config.sampling
     heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
     ngrams = None if counts is None else counts.ngrams.to(target.device)
+    ids = slice(None) if token_ids is None else token_ids
     steps = texts.generated.shape[1]
     drafts = heads.tokens - 1
-    settings_of = {
-        (eps, most): settings.model_copy(update={"eps_b": eps})
-        for eps in eps_b
-        for most in range(1, drafts + 1)
-    }
-    accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
-    limit = {
-        key: torch.zeros(len(texts.ids), steps, dtype=torch.int64)
-        for key in settings_of
-    }
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
-
-    def log_probs(
-        states: torch.Tensor, ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        logits = logits_at(target, states, texts.temperature)
-        return (logits if ids is None else logits[:, ids]).log_softmax(-1)
-
+    keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
+    chances: dict[Key, list[torch.Tensor]] = defaultdict(list)
+    limits: dict[Key, list[torch.Tensor]] = defaultdict(list)
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
         final, *states = (
             texts.reading(s, windows) for s in head_states(calibration, heads, windows)
         )
-        log_p = torch.cat(
-            [
-                log_probs(rows).gather(1, ids[:, None])
-                for rows, ids in zip(
-                    final.split(size), generated.flatten().split(size), strict=True
-                )
-            ]
-        ).view_as(generated)
+        log_p = []
+        flat = zip(
+            final.split(size),
+            generated.flatten().split(size),
+            strict=True,
+        )
+        for rows, token in flat:
+            log_probs = logits_at(target, rows, temperature).log_softmax(-1)
+            log_p.append(log_probs.gather(1, token[:, None]))
         tokens = ahead(generated, range(drafts + 1), fill=-2).flatten(0, 1)
-        targets = ahead(log_p, range(1, drafts + 1)).flatten(0, 1)
-        for at in range(0, len(tokens), size):
-            here = slice(at, at + size)
-            factors = [log_probs(s[here], token_ids) for s in states]
-            joint = candidates(factors, settings, ngrams, tokens[here, 0], token_ids)
-            index = torch.arange(at, at + len(factors[0]))
-            place = index // steps, index % steps
-            for key, asked in settings_of.items():
-                most = key[1]
+        targets = torch.cat(log_p).view_as(generated)
+        targets = ahead(targets, range(1, drafts + 1)).flatten(0, 1)
+        for rows in torch.arange(len(tokens)).split(size):
+            factors = [
+                logits_at(target, s[rows], temperature)[:, ids].log_softmax(-1)
+                for s in states
+            ]
+            first = tokens[rows, 0]
+            joint = candidates(
+                factors,
+                settings,
+                ngrams,
+                first,
+                token_ids,
+            )
+            for key in keys:
+                eps, most = key
+                asked = settings.model_copy(update={"eps_b": eps})
                 choice = joint.back_off(asked, most=most + 1)
-                text = tokens[here, : most + 1]
-                if texts.temperature:
-                    ratio = choice.probabilities(text).log() - targets[here, :most]
+                text = tokens[rows, : most + 1]
+                if temperature:
+                    ratio = choice.probabilities(text).log() - targets[rows, :most]
                     chance = ratio.exp().clamp(max=1)
                 else:
                     chance = (choice.likeliest.tokens == text)[:, 1:].float()
-                accept[key][some][place] = chance.cpu()
-                limit[key][some][place] = (choice.order - 1).cpu()
+                chances[key].append(chance.cpu())
+                limits[key].append((choice.order - 1).cpu())
     lengths = texts.lengths.cpu()
-    return {key: replay(accept[key], lengths, limit[key]) for key in settings_of}
+    measured = {}
+    for key in keys:
+        accept = torch.cat(chances[key]).view(
+            -1,
+            steps,
+            key[1],
+        )
+        limit = torch.cat(limits[key]).view(-1, steps)
+        measured[key] = replay(accept, lengths, limit)
+    return measured
 
 
 def head_states(
@@ -126,7 +135,12 @@ def rows(
     calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None
 ) -> Rows:
     """What is stored of `drafted`."""
-    counts = drafted(calibration, texts, calibration.options.eps, token_ids)
+    counts = drafted(
+        calibration,
+        texts,
+        calibration.options.eps,
+        token_ids,
+    )
     made = [
         Row(eps_b=eps, drafts_allowed=n, **by.stored())
         for (eps, n), by in counts.items()
@@ -139,23 +153,13 @@ PARTS = parts_by_vocabulary(rows)
 
 def tables(parts: DynaMoParts) -> Iterator[str]:
     """Markdown of what was measured."""
-    measured = dict(parts.acceptance)
-    measured |= {
-        f"sampled, from {size} tokens": by for size, by in parts.vocabulary.items()
-    }
     yield "Verified mode: expected drafts accepted per step (rate: accepted / drafted)"
-    yield table(
-        ["texts", "eps_b", "most drafts", "rate", "drafted", "accepted"],
-        [
-            [
-                name,
-                row.eps_b,
-                row.drafts_allowed,
-                percent(row.rate),
-                f"{row.drafted / max(row.cycles, 1):.3f}",
-                f"{row.accepted / max(row.cycles, 1):.3f}",
-            ]
-            for name, by in measured.items()
-            for row in by.rows
-        ],
-    )
+    lines = []
+    for name, by in parts.by_name().items():
+        for row in by.rows:
+            drafted = row.drafted / max(row.cycles, 1)
+            accepted = row.accepted / max(row.cycles, 1)
+            figures = (percent(row.rate), f"{drafted:.3f}", f"{accepted:.3f}")
+            lines.append([name, row.eps_b, row.drafts_allowed, *figures])
+    header = ["texts", "eps_b", "most drafts", "rate", "drafted", "accepted"]
+    yield table(header, lines)

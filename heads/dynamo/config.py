@@ -6,23 +6,19 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import (
-    ByTexts,
     Counts,
-    Number,
-    Parts,
+    PartsByVocabulary,
     Setting,
     Share,
     Stored,
-    Work,
-    on_texts,
 )
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +46,12 @@ class JointSettings(BaseModel):
     )
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
-    k: int = Field(50, ge=1, le=128, description="top-k of each head")
+    k: int = Field(
+        50,
+        ge=1,
+        le=128,
+        description="top-k of each head",
+    )
     alpha_c: float = Field(
         1.0,
         ge=0,
@@ -93,7 +94,7 @@ class DynaMoOptions(FullOptions):
     counts of the same data.
     """
 
-    kind: ClassVar[str] = "dynamo"
+    kind = "dynamo"
 
     learning_rate: float = Field(
         1e-3, gt=0, description="LR_M, peak learning rate of the token heads (Table 5)"
@@ -130,28 +131,15 @@ class Row(Counts):
 
     eps_b: Share
     drafts_allowed: int = Field(ge=1, le=16)
-    alpha_c: Share | None = None  # earlier calibrations only had the heads' value
 
 
 class Rows(Stored):
     """Counts by back-off threshold and drafts."""
 
     rows: list[Row] = Field(min_length=1, max_length=4096)
-    repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
 
 
-class DynaMoParts(Parts):
-    """What `ppd calibrate` stores of token heads."""
-
-    likelihood: dict[str, Any] = Field(default_factory=dict)
-    dynamic: dict[str, Any] = Field(default_factory=dict)
-    acceptance: ByTexts[Rows]
-    vocabulary: dict[Number, Rows] = Field(default_factory=dict)
-    # Keys are values of alpha_c
-    mask: dict[Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")], Rows] = Field(
-        default_factory=dict
-    )
+DynaMoParts = PartsByVocabulary[Rows]
 
 
 class DynaMoConfig(HeadsConfig):
@@ -159,13 +147,13 @@ class DynaMoConfig(HeadsConfig):
     their mask.
     """
 
-    kind: ClassVar[str] = "dynamo"
-    architecture: ClassVar[str] = "DynaMoHeads"
-    method: ClassVar[str] = "dynamo"
-    options: ClassVar[type[TrainingOptions]] = DynaMoOptions
-    parts: ClassVar[type[Parts]] = DynaMoParts
-    tensor_names: ClassVar[str] = r"head\.\d+\.|cooccurrence\."
-    counts: ClassVar[tuple[str, ...]] = ("cooccurrence.",)
+    kind = "dynamo"
+    architecture = "DynaMoHeads"
+    method = "dynamo"
+    options = DynaMoOptions
+    parts = DynaMoParts
+    tensor_names = r"head\.\d+\.|cooccurrence\."
+    counts = ("cooccurrence.",)
 
     tokens: int = Field(
         ge=2, le=4, description="n: tokens of the joint; head 1 is the target"
@@ -186,17 +174,11 @@ class DynaMoConfig(HeadsConfig):
 
     @model_validator(mode="after")
     def _sound_tensors(self) -> DynaMoConfig:
-        size = self.target.hidden_size
         orders = set(range(2, self.tokens + 1))
         if self.num_speculative_tokens > self.tokens - 1:
             raise ValueError(
                 f"{self.num_speculative_tokens} drafts need "
                 f"{self.num_speculative_tokens} token heads"
-            )
-        if not any(size in shape for shape in self.layer_tensors.values()):
-            raise ValueError(
-                f"layer_tensors has no tensor of hidden size {size}, but every "
-                "decoder layer has one"
             )
         if self.cooccurrence_entries and set(self.cooccurrence_entries) != orders:
             raise ValueError(
@@ -210,12 +192,9 @@ class DynaMoConfig(HeadsConfig):
         return {**super().recommended, "eps_b": self.sampling.eps_b}
 
     def describe(self) -> str:
-        masks = (
-            f"masks of order {', '.join(map(str, self.cooccurrence_entries))}"
-            if self.cooccurrence_entries
-            else ""
-        )
-        return f"T{self.tokens}, {masks or 'no masks'}"
+        orders = ", ".join(map(str, self.cooccurrence_entries))
+        masks = f"masks of order {orders}" if orders else "no masks"
+        return f"T{self.tokens}, {masks}"
 
     @property
     def max_drafts(self) -> int:
@@ -230,10 +209,11 @@ class DynaMoConfig(HeadsConfig):
         return self.layer_tensors
 
     def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        from vllm_ppd.heads.dynamo.counts import check_counts
+        from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 
-        if self.cooccurrence_entries:
-            check_counts(tensors)
+        counts = CoOccurrence.from_tensors(tensors)
+        if counts is not None:
+            counts.check()
 
     def shapes(self) -> Shapes:
         shapes = {
@@ -253,53 +233,18 @@ class DynaMoConfig(HeadsConfig):
                 }
         return shapes
 
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
-        """One layer per draft, which runs over every token, and one read of the LM head for all."""
-        return Work(layers=drafts, reads=vocabulary, rows=drafts)
-
-    def settings(self, parts: DynaMoParts, greedy: bool) -> Iterator[Setting]:
-        """A server takes the mask's power from the heads, so settings with another
-        power have no options for it.
+    def settings(self, parts: DynaMoParts) -> Iterator[Setting]:
+        """One layer per draft, which runs over every token, and one read of the LM head
+        for all.
         """
-        measured: list[tuple[int | None, Rows]] = [
-            (None, on_texts(parts.acceptance, greedy))
-        ]
-        measured += (
-            []
-            if greedy
-            else [
-                *parts.vocabulary.items(),
-                *((None, rows) for rows in parts.mask.values()),
-            ]
-        )
-        for size, by in measured:
+        for size, by in parts.by_vocabulary():
+            reads = 1.0 if size is None else size / self.target.vocab_size
             for row in by.rows:
-                n = row.drafts_allowed
-                cycles = max(row.cycles, 1)
-                alpha = row.alpha_c
-                alpha = self.sampling.alpha_c if alpha is None else alpha
-                sampling = self.sampling.model_dump() | {
-                    "eps_b": row.eps_b,
-                    "alpha_c": alpha,
+                sampling = self.sampling.model_dump() | {"eps_b": row.eps_b}
+                options = {
+                    "num_speculative_tokens": row.drafts_allowed,
+                    "draft_vocab_size": size,
+                    "sampling": sampling,
                 }
-                served = {"num_speculative_tokens": n, "eps_b": row.eps_b}
-                served |= {} if size is None else {"draft_vocab_size": size}
-                work = self.work(
-                    n, 1.0 if size is None else size / self.target.vocab_size
-                )
-                yield Setting(
-                    {
-                        "num_speculative_tokens": n,
-                        "draft_vocab_size": size,
-                        "sampling": sampling,
-                    },
-                    n,
-                    row.drafted / cycles,
-                    1 + row.accepted / cycles,
-                    work.layers,
-                    work.reads,
-                    work.rows,
-                    served=served if alpha == self.sampling.alpha_c else None,
-                )
+                length = 1 + row.accepted / max(row.cycles, 1)
+                yield Setting(options, length, row.drafts_allowed, reads)

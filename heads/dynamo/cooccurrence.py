@@ -3,16 +3,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from vllm_ppd.heads.dynamo.counts import digits_of, eq_3
 from vllm_ppd.kernels.joint import Ngrams
 
 FLUSH = 1 << 22  # n-grams collected before they are merged into the counts
+KEYS = 2**63  # keys are below it
+MOST_COUNTS = np.iinfo(np.int32).max  # counts are stored with 31 bits
+
+
+class Digits(NamedTuple):
+    """What the digits of a key stand for: x_1 B^(n-1) + ... + x_n is the key of an
+    n-gram with digits x_i.
+    """
+
+    base: int  # B
+    # [digits] int64, the token of each digit, ascending; the digit B - 1 stands for all
+    # others, if there are any
+    tokens: np.ndarray
+
+    def columns(self, vocab_size: int) -> np.ndarray:
+        """The digit of each token: [vocabulary] int64."""
+        columns = np.full(vocab_size, self.base - 1)
+        columns[self.tokens] = np.arange(len(self.tokens))
+        return columns
+
+
+def digits_of(unigram: np.ndarray, order: int) -> Digits:
+    """The digits of keys up to an order: all tokens, or so many of the most frequent
+    that the keys fit 63 bits.
+
+    The n-grams of other tokens are not counted, as those that are rare are not kept: at
+    order 4, these are the tokens beyond the 55,107 most frequent.
+
+    Args:
+        unigram: [vocabulary] counts.
+        order: the highest n.
+    """
+    vocab_size = len(unigram)
+    if vocab_size**order < KEYS:
+        return Digits(vocab_size, np.arange(vocab_size))
+    base = round(KEYS ** (1 / order)) + 1
+    while base**order >= KEYS:
+        base -= 1
+    # Equal counts go to the lower id, so that the digits are the same everywhere.
+    frequent = np.argsort(
+        -np.minimum(unigram.astype(np.int64), MOST_COUNTS), kind="stable"
+    )[: base - 1]
+    return Digits(base, np.sort(frequent))
 
 
 class CoOccurrence:
@@ -25,18 +68,17 @@ class CoOccurrence:
 
     def __init__(
         self,
-        unigram: torch.Tensor,  # [vocabulary] counts
+        unigram: np.ndarray,  # [vocabulary] counts
         # [orders] number of the corpus's n-grams of each order from 1
-        totals: torch.Tensor,
-        keys: dict[int, torch.Tensor],  # order -> [entries] int64, ascending
-        counts: dict[int, torch.Tensor],  # order -> [entries]
+        totals: np.ndarray,
+        keys: dict[int, np.ndarray],  # order -> [entries] int64, ascending
+        counts: dict[int, np.ndarray],  # order -> [entries] int64
     ) -> None:
         self.unigram = unigram
         self.totals = totals
         self.keys = keys
         self.counts = counts
-        self.vocab_size = len(unigram)
-        self.digits = digits_of(unigram.numpy(), len(totals))
+        self.digits = digits_of(unigram, len(totals))
 
     @classmethod
     def from_tokens(
@@ -65,13 +107,12 @@ class CoOccurrence:
             ValueError: if a token id is outside the vocabulary, or the unigram counts
                 are those of other tokens.
         """
-        token_counts = (
-            np.zeros(vocab_size, dtype=np.int64) if unigram is None else unigram
-        )
-        digits = digits_of(token_counts, order)
+        if unigram is None:
+            unigram = np.zeros(vocab_size, dtype=np.int64)
+        digits = digits_of(unigram, order)
         columns = digits.columns(vocab_size)
         tables = {n: _Table(max_entries) for n in range(2, order + 1)}
-        unigram = np.zeros(vocab_size, dtype=np.int64)
+        seen = np.zeros(vocab_size, dtype=np.int64)
         totals = np.zeros(order, dtype=np.int64)
         for chunk in chunks:
             ids = np.asarray(chunk, dtype=np.int64)
@@ -80,30 +121,76 @@ class CoOccurrence:
                     f"token id {int(ids.max())} is outside the vocabulary of "
                     f"{vocab_size}"
                 )
-            unigram += np.bincount(ids, minlength=vocab_size)
+            seen += np.bincount(ids, minlength=vocab_size)
             totals[0] += len(ids)
-            numbers = ids if columns is None else columns[ids]
+            numbers = columns[ids]
             is_counted = numbers < len(digits.tokens)
             keys = numbers
             counted = is_counted
-            for n in range(2, order + 1):
+            for n, table in tables.items():
                 keys = keys[:-1] * digits.base + numbers[n - 1 :]
                 counted = counted[:-1] & is_counted[n - 1 :]
                 totals[n - 1] += len(keys)
-                tables[n].add(keys[counted])
-        if columns is not None and not np.array_equal(
-            digits_of(unigram, order).tokens, digits.tokens
-        ):
+                table.add(keys[counted])
+        if not np.array_equal(digits_of(seen, order).tokens, digits.tokens):
             raise ValueError("the unigram counts are not those of the chunks")
-        merged = {n: table.merge() for n, table in tables.items()}
+        for table in tables.values():
+            table.merge()
         return cls(
-            torch.from_numpy(unigram),
-            torch.from_numpy(totals),
-            *(
-                {n: torch.from_numpy(table[i]) for n, table in merged.items()}
-                for i in (0, 1)
-            ),
+            seen,
+            totals,
+            {n: table.keys for n, table in tables.items()},
+            {n: table.counts for n, table in tables.items()},
         )
+
+    def ratios(self, order: int) -> np.ndarray:
+        """p^(x_1..x_n) / prod p^(x_i) of each n-gram that was counted (eq. 3).
+
+        Returns:
+            [entries] float32, infinite where it does not fit.
+        """
+        base, tokens = self.digits
+        single = np.ones(base)
+        totals = np.maximum(self.totals, 1)
+        single[: len(tokens)] = self.unigram[tokens] / totals[0]
+        # No n-gram contains these tokens, unless the counts are damaged.
+        single[single == 0] = 1.0
+        ratio = self.counts[order] / totals[order - 1]
+        rest = self.keys[order]
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            for _ in range(order):
+                ratio = ratio / single[rest % base]
+                rest = rest // base
+            return ratio.astype(np.float32)
+
+    def check(self) -> None:
+        """Refuse counts that no corpus can have, from which a mask would be arbitrary.
+
+        Raises:
+            ValueError: if counts are more than there are n-grams, if keys are out of
+                range, not ascending or not unique, or if an entry of eq. 3 is not
+                finite.
+        """
+        for order, numbers in {1: self.unigram, **self.counts}.items():
+            # Stored counts are clamped to 31 bits, so float64 can sum any number of
+            # them.
+            total = float(numbers.sum(dtype=np.float64))
+            if total > float(self.totals[order - 1]):
+                raise ValueError(
+                    f"the counts of {order}-grams are negative, or their sum is more "
+                    "than cooccurrence.totals"
+                )
+        for order, keys in self.keys.items():
+            end = self.digits.base**order
+            bounded = np.concatenate([[-1], keys, [end]])
+            if not (bounded[1:] > bounded[:-1]).all():
+                raise ValueError(
+                    f"cooccurrence.{order}.keys are not ascending keys of {order}-grams"
+                )
+            if not np.isfinite(self.ratios(order)).all():
+                raise ValueError(
+                    "the co-occurrence counts give a mask that is not finite"
+                )
 
     @cached_property
     def ngrams(self) -> Ngrams:
@@ -111,59 +198,57 @@ class CoOccurrence:
         keys = []
         ratios = []
         bounds = [0]
-        unigram = self.unigram.numpy()
-        totals = self.totals.numpy()
-        for order in sorted(self.keys):
-            ratio = eq_3(
-                unigram,
-                totals,
-                order,
-                self.keys[order].numpy(),
-                self.counts[order].numpy(),
-            )
-            keys += [
-                self.keys[order].long(),
-                torch.tensor([torch.iinfo(torch.int64).max]),
-            ]
-            ratios += [torch.from_numpy(ratio), torch.zeros(1)]
-            bounds.append(bounds[-1] + len(ratio) + 1)
-        columns = self.digits.columns(self.vocab_size)
+        for order, of_order in sorted(self.keys.items()):
+            keys.append(np.append(of_order, np.iinfo(np.int64).max))
+            ratios.append(np.append(self.ratios(order), np.float32(0)))
+            bounds.append(bounds[-1] + len(of_order) + 1)
+        vocab_size = len(self.unigram)
+        columns = None
+        if len(self.digits.tokens) < vocab_size:
+            columns = torch.from_numpy(self.digits.columns(vocab_size))
         return Ngrams(
-            torch.cat(keys),
-            torch.cat(ratios),
+            torch.from_numpy(np.concatenate(keys)),
+            torch.from_numpy(np.concatenate(ratios)),
             torch.tensor(bounds),
             tuple(bounds),
             self.digits.base,
-            self.vocab_size,
-            None if columns is None else torch.from_numpy(columns),
+            vocab_size,
+            columns,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, in the smallest types that hold them."""
-        most = torch.iinfo(torch.int32).max
+
+        def small(counts: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.minimum(counts, MOST_COUNTS).astype(np.int32))
+
         tensors = {
-            "cooccurrence.unigram": self.unigram.clamp(max=most).to(torch.int32),
-            "cooccurrence.totals": self.totals,
+            "cooccurrence.unigram": small(self.unigram),
+            "cooccurrence.totals": torch.from_numpy(self.totals),
         }
         for n, keys in self.keys.items():
-            small = self.digits.base**n < 2**31
-            tensors[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
-            tensors[f"cooccurrence.{n}.counts"] = (
-                self.counts[n].clamp(max=most).to(torch.int32)
-            )
+            fits = self.digits.base**n <= MOST_COUNTS
+            dtype = torch.int32 if fits else torch.int64
+            tensors[f"cooccurrence.{n}.keys"] = torch.from_numpy(keys).to(dtype)
+            tensors[f"cooccurrence.{n}.counts"] = small(self.counts[n])
         return tensors
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> CoOccurrence | None:
-        """Build from a checkpoint's tensors; None if it has no counts."""
+    def from_tensors(cls, tensors: Mapping[str, Any]) -> CoOccurrence | None:
+        """Build from a checkpoint's tensors or arrays; None if it has no counts."""
         if "cooccurrence.unigram" not in tensors:
             return None
-        orders = range(2, len(tensors["cooccurrence.totals"]) + 1)
+
+        def read(name: str) -> np.ndarray:
+            return np.asarray(tensors[f"cooccurrence.{name}"]).astype(np.int64)
+
+        totals = read("totals")
+        orders = range(2, len(totals) + 1)
         return cls(
-            tensors["cooccurrence.unigram"].long(),
-            tensors["cooccurrence.totals"].long(),
-            {n: tensors[f"cooccurrence.{n}.keys"].long() for n in orders},
-            {n: tensors[f"cooccurrence.{n}.counts"].long() for n in orders},
+            read("unigram"),
+            totals,
+            {n: read(f"{n}.keys") for n in orders},
+            {n: read(f"{n}.counts") for n in orders},
         )
 
 
@@ -183,9 +268,10 @@ class _Table:
         if self.size >= FLUSH:
             self.merge(8)
 
-    def merge(self, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and counts of everything added, pruned to a multiple of the bound."""
-        counts = np.concatenate([self.counts, np.ones(self.size, dtype=np.int64)])
+    def merge(self, times: int = 1) -> None:
+        """Count everything that was added, and prune to a multiple of the bound."""
+        new = np.ones(self.size, dtype=np.int64)
+        counts = np.concatenate([self.counts, new])
         keys, inverse = np.unique(
             np.concatenate([self.keys, *self.waiting]), return_inverse=True
         )
@@ -193,12 +279,10 @@ class _Table:
         self.counts = np.bincount(inverse, counts, len(keys)).astype(np.int64)
         self.waiting = []
         self.size = 0
-        if self.max_entries is not None and len(self.keys) > times * self.max_entries:
+        if self.max_entries is not None:
             # Keep the most frequent; ties go to the lower key, so that the result is
             # the same everywhere.
-            best = np.sort(
-                np.argsort(-self.counts, kind="stable")[: times * self.max_entries]
-            )
+            frequent = np.argsort(-self.counts, kind="stable")
+            best = np.sort(frequent[: times * self.max_entries])
             self.keys = self.keys[best]
             self.counts = self.counts[best]
-        return self.keys, self.counts

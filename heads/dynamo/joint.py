@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -35,10 +36,10 @@ class JointChoice:
 
     likeliest: Likeliest
     top: Top
-    candidates: Candidates  # with the joints before thresholding
     # For each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
     uncut: list[torch.Tensor]
-    settings: JointSettings
+    blur: int
+    adaptive: bool
 
     @cached_property
     def joints(self) -> list[torch.Tensor]:
@@ -46,7 +47,10 @@ class JointChoice:
         thresholded in rows of that order.
         """
         return cut(
-            self.uncut, self.likeliest, self.settings.blur, self.settings.adaptive
+            self.uncut,
+            self.likeliest,
+            self.blur,
+            self.adaptive,
         )
 
     @property
@@ -57,14 +61,8 @@ class JointChoice:
     def draw(self, sampling: Sampling) -> torch.Tensor:
         """See draw_ngrams."""
         draw = chosen(draw_ngrams, self.order)
-        settings = self.settings
         tokens: torch.Tensor = draw(
-            self.uncut,
-            self.likeliest,
-            self.top,
-            settings.blur,
-            settings.adaptive,
-            sampling,
+            self.uncut, self.likeliest, self.top, self.blur, self.adaptive, sampling
         )
         return tokens
 
@@ -75,56 +73,32 @@ class JointChoice:
         0 for a token outside its head's top-k, for those after such a one, and past the
         order.
         """
-        places, inside = self._places_of(tokens)
+        places = torch.zeros_like(tokens)
+        inside = torch.ones_like(tokens[:, 0], dtype=torch.bool)
         result = []
-        for position in range(1, places.shape[1]):
-            q = conditional(self.joints, self.order, places[:, :position])
-            q = q.gather(1, places[:, position : position + 1]).squeeze(1)
-            result.append(torch.where(inside[:, position], q, 0.0))
+        for position, ids in enumerate(self.top.token_ids[1:], start=1):
+            q = conditional(
+                self.joints,
+                self.order,
+                places[:, :position],
+            )
+            hit = ids == tokens[:, position, None]
+            place = hit.int().argmax(dim=1)
+            places[:, position] = place
+            inside = inside & hit.any(dim=1)
+            q = q.gather(1, place[:, None]).squeeze(1)
+            result.append(torch.where(inside, q, 0.0))
         return torch.stack(result, dim=1)
 
-    def _places_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of tokens [rows, n] in each head's top-k (0 for the first), and
-        whether all so far are in it.
-        """
-        hits = [
-            ids == tokens[:, i : i + 1] for i, ids in enumerate(self.top.token_ids)
-        ][1:]
-        places = torch.zeros_like(tokens)
-        inside = torch.ones_like(tokens, dtype=torch.bool)
-        places[:, 1:] = torch.stack([hit.int().argmax(dim=1) for hit in hits], dim=1)
-        inside[:, 1:] = (
-            torch.stack([hit.any(dim=1) for hit in hits], dim=1).cumprod(dim=1).bool()
-        )
-        return places, inside
 
-
-@dataclass
-class Candidates:
+class Candidates(NamedTuple):
     """The heads' candidates for each row and their joints, which do not depend on eps_b."""
 
     top: Top
-    ngrams: Ngrams | None
-    alpha_c: float
-    with_joints: bool  # whether joints are read, not only the likeliest n-gram
-
-    @cached_property
-    def peaks(self) -> tuple[Peaks, list[torch.Tensor]]:
-        """See find_peaks."""
-        return chosen(find_peaks, self.top.ids)(
-            self.top, self.ngrams, self.alpha_c, self.with_joints
-        )
-
-    @cached_property
-    def joints(self) -> list[torch.Tensor]:
-        """The joint of each order from 1, [rows, k_1, ..., k_m] of sum 1 a row, or zero
-        where every entry is masked.
-        """
-        totals = self.peaks[0].sums.sum(dim=-1).clamp(min=TINY)
-        return [
-            joint / totals[i].view(-1, *[1] * (i + 1))
-            for i, joint in enumerate(self.peaks[1])
-        ]
+    peaks: Peaks
+    # For each order from 1, [rows, k_1, ..., k_m], not divided by their sums; empty if
+    # only the likeliest n-gram is read
+    uncut: list[torch.Tensor]
 
     def back_off(
         self,
@@ -138,52 +112,74 @@ class Candidates:
         """Thresholds, repetition penalty and the choice of n."""
         first = self.top.first_token
         heads = None if most is None else most - (first is not None)
-        top = Top(self.top.scores[:heads], self.top.ids[:heads], first)
-        eps_b = (
-            torch.full_like(top.scores[0, :, 0], torch.nan)
-            if eps_b is None
-            else eps_b.float()
+        top = Top(
+            self.top.scores[:heads],
+            self.top.ids[:heads],
+            first,
         )
+        if eps_b is None:
+            eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
+        eps_b = eps_b.float()
         choose = chosen(back_off, eps_b)
+        blur = settings.blur
         if settings.repetition_penalty == 1:
             # A peak above its floor passes every threshold, so n and the likeliest
             # n-gram need no thresholding.
-            peaks = Peaks(*(part[:most] for part in self.peaks[0]))
-            joints = self.peaks[1][:most]
+            peaks = Peaks(*(part[:most] for part in self.peaks))
+            likeliest = choose(
+                peaks,
+                top,
+                eps_b,
+                settings.eps_b,
+            )
+            uncut = self.uncut[:most]
             return JointChoice(
-                choose(peaks, top, eps_b, settings.eps_b), top, self, joints, settings
+                likeliest,
+                top,
+                uncut,
+                blur,
+                settings.adaptive,
             )
         ids = top.token_ids
-        eps = torch.where(eps_b.isnan(), settings.eps_b, eps_b)
-        seen = (
-            None
-            if context is None
-            else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
+        seen = None
+        if context is not None:
+            recent = context[:, None]
+            seen = [(of_head[..., None] == recent).any(-1) for of_head in ids]
+            if first is not None:
+                # The token is already emitted, so it is not penalised.
+                seen[0] = torch.zeros_like(seen[0])
+        eps = torch.where(
+            eps_b.isnan(),
+            settings.eps_b,
+            eps_b,
         )
-        if seen is not None and first is not None:
-            # The token is already emitted, so it is not penalised
-            seen[0] = torch.zeros_like(seen[0])
-        joints = self.joints[:1]
-        for m, joint in enumerate(self.joints[1:most], start=2):
-            values = adaptive_threshold(
-                joint, eps ** (m - 1), settings.blur, settings.adaptive
-            )
-            joints.append(
-                penalise_repetition(
-                    values, ids[:m], settings.repetition_penalty, seen and seen[:m]
+        sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)
+        joints = []
+        for m, whole in enumerate(self.uncut[:most], start=1):
+            joint = whole / sums[m - 1].view(-1, *[1] * m)
+            if m > 1:
+                joint = adaptive_threshold(
+                    joint, eps ** (m - 1), blur, settings.adaptive
                 )
-            )
+                joint = penalise_repetition(
+                    joint, ids[:m], settings.repetition_penalty, seen and seen[:m]
+                )
+            joints.append(joint)
         peaks = peaks_of(joints)
+        peaks = peaks._replace(sums=torch.ones_like(peaks.sums))
         likeliest = choose(
-            peaks._replace(sums=torch.ones_like(peaks.sums)), top, eps_b, settings.eps_b
+            peaks,
+            top,
+            eps_b,
+            settings.eps_b,
         )
         likeliest = likeliest._replace(floor=torch.zeros_like(eps))
         return JointChoice(
             likeliest,
             top,
-            self,
             joints,
-            settings.model_copy(update={"adaptive": False}),
+            blur,
+            adaptive=False,
         )
 
 
@@ -207,11 +203,13 @@ def candidates(
     has sampled, and thresholds apply to the conditional. Without a mask (none counted,
     or alpha_c = 0) the joint is the plain product.
     """
-    stacked = scores if isinstance(scores, torch.Tensor) else torch.stack([*scores])
-    top = stacked.float().topk(min(settings.k, stacked.shape[-1]), dim=-1)
-    ids = top.indices if token_ids is None else token_ids[top.indices]
+    if not isinstance(scores, torch.Tensor):
+        scores = torch.stack([*scores])
+    k = min(settings.k, scores.shape[-1])
+    best = scores.float().topk(k, dim=-1)
+    ids = best.indices if token_ids is None else token_ids[best.indices]
+    top = Top(best.values, ids, first_token)
     ngrams = ngrams if settings.alpha_c else None
     with_joints = with_joints or settings.repetition_penalty != 1
-    return Candidates(
-        Top(top.values, ids, first_token), ngrams, settings.alpha_c, with_joints
-    )
+    find = chosen(find_peaks, ids)
+    return Candidates(top, *find(top, ngrams, settings.alpha_c, with_joints))

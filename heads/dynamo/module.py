@@ -18,14 +18,15 @@ class DynaMoHeads(nn.Module):
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict(
+        # The names of its tensors are those of the checkpoint.
+        self.head = nn.ModuleDict(
             {str(token): layer for token, layer in enumerate(layers, start=2)}
         )
 
     @property
     def tokens(self) -> int:
         """n: tokens of the joint, head 1 included."""
-        return len(self.layers) + 1
+        return len(self.head) + 1
 
     def forward(
         self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -33,32 +34,9 @@ class DynaMoHeads(nn.Module):
         """Head `token`, called as the target's last layer was: its hidden states before
         the final norm.
         """
-        output = self.layers[str(token)](*args, **kwargs)
+        output = self.head[str(token)](*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint: head.{i}.{name in the target's decoder layer}."""
-        return {
-            f"head.{token}.{name}": tensor.detach()
-            for token, layer in self.layers.items()
-            for name, tensor in layer.state_dict().items()
-        }
-
-    def layer_shapes(self) -> dict[str, list[int]]:
-        """Names and shapes of one head's tensors."""
-        return {
-            name: list(tensor.shape)
-            for name, tensor in self.layers["2"].state_dict().items()
-        }
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """Load the weights of a checkpoint's tensors."""
-        for token, layer in self.layers.items():
-            prefix = f"head.{token}."
-            layer.load_state_dict(
-                {
-                    k.removeprefix(prefix): v
-                    for k, v in tensors.items()
-                    if k.startswith(prefix)
-                }
-            )
+        self.load_state_dict({name: tensors[name] for name in self.state_dict()})

@@ -22,24 +22,9 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
-from vllm_ppd.heads.training.target import Target, TargetStates
+from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity with a scaled gradient: the heads' gradient in the stem is LR_MB /
-    LR_B of the base model's.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * ctx.scale, None
 
 
 def new_layers(target: Target, tokens: int, start: str = "copy") -> list[nn.Module]:
@@ -91,112 +76,91 @@ class DynaMoRecipe(HeadsRecipe):
             states = self.states(batch)
         assert states.stem is not None
         args, kwargs = states.stem
-        if self.full:
-            scale = (
-                options.stem_learning_rate / options.base_learning_rate
-                if options.base_learning_rate
-                else 0.0
-            )
-            args = (_ScaleGradient.apply(args[0], scale), *args[1:])
+        stem = args[0].view_as(args[0])
+        if stem.requires_grad:
+            # The heads' gradient in the stem is LR_MB / LR_B of the base model's.
+            base_rate = options.base_learning_rate
+            scale = options.stem_learning_rate / base_rate if base_rate else 0.0
+            stem.register_hook(lambda gradient: gradient * scale)
+        args = (stem, *args[1:])
         # The final norm and the unembedding belong to the first token: later heads read
         # them without training them.
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
+        unembedding = target.unembedding.detach()
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
         drafted: list[torch.Tensor] = []  # greedy drafts of each later head, by row
         # Training does not change head 1 of a frozen target and does not read it.
-        for token in range(
-            1 if self.full or not self.training else 2, options.tokens + 1
-        ):
+        first = 1 if self.full or not self.training else 2
+        for token in range(first, options.tokens + 1):
             following, valid = batch.ahead(token)
             if not valid.any():
                 total = total + self.nothing()
                 continue
             rows = self.share_of(valid, options.position_share if token > 1 else 1.0)
-            following = following[rows, -1]
+            wanted = following[rows, -1:]
             if token == 1:
-                nll = -target.log_probs(states.final[rows], following)
-                loss = nll
+                loss = -target.log_probs(states.final[rows], wanted[:, 0])
+                counts["nll.1"] = loss.detach().sum()
             else:
-                hidden = functional_call(
-                    target.norm, norm, (self.heads(token, args, kwargs),)
-                ).flatten(0, 1)
+                output = self.heads(token, args, kwargs)
+                hidden = functional_call(target.norm, norm, (output,)).flatten(0, 1)
+                hidden = hidden[rows]
                 # Token t + i is sampled from the state i - 1 rows later.
-                nll, distilled = self._later(
-                    hidden[rows], following, states, rows + token - 1
+                at = rows + token - 1
+                if states.top_ids is not None:
+                    wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
+                log_q = token_log_probs(
+                    hidden,
+                    wanted,
+                    unembedding,
+                    target.bias,
                 )
-                loss = (
-                    nll
-                    if distilled is None
-                    else torch.lerp(nll, distilled, options.distillation)
-                )
-                if not self.training:
-                    chosen = top_log_probs(
-                        hidden[rows], 1, target.unembedding, target.bias
-                    )[0]
-                    drafted.append(
-                        torch.full_like(valid, -1, dtype=torch.int64).index_copy(
-                            0, rows, chosen[:, 0]
-                        )
-                    )
-                if distilled is not None:
+                loss = -log_q[:, 0]
+                counts[f"nll.{token}"] = loss.detach().sum()
+                if states.top_log_probs is not None:
+                    teacher = states.top_log_probs[at].exp()
+                    distilled = -(teacher * log_q[:, 1:]).sum(1)
                     counts[f"distilled.{token}"] = distilled.detach().sum()
+                    loss = torch.lerp(loss, distilled, options.distillation)
+                if not self.training:
+                    best, _ = top_log_probs(
+                        hidden,
+                        1,
+                        unembedding,
+                        target.bias,
+                    )
+                    drafts = torch.full_like(
+                        valid,
+                        -1,
+                        dtype=torch.int64,
+                    )
+                    drafts[rows] = best[:, 0]
+                    drafted.append(drafts)
             if token > 1 or self.full:
                 total = total + loss.mean()
-            counts[f"nll.{token}"] = nll.detach().sum()
-            counts[f"rows.{token}"] = torch.tensor(len(rows), device=nll.device)
+            counts[f"rows.{token}"] = torch.tensor(len(rows), device=loss.device)
         starts = batch.ahead(options.tokens)[1].nonzero()
         if drafted and len(starts):
-            wanted = self.greedy_tokens(
-                states, starts + torch.arange(1, options.tokens, device=starts.device)
+            later = torch.arange(
+                1,
+                options.tokens,
+                device=starts.device,
             )
+            greedy = self.greedy_tokens(states, starts + later)
             counts |= accepted_counts(
-                torch.stack(drafted, dim=1)[starts[:, 0]] == wanted
+                torch.stack(drafted, dim=1)[starts[:, 0]] == greedy
             )
         return total, counts
 
-    def _later(
-        self,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        states: TargetStates,
-        at: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses of one of the heads 2 to n.
-
-        Args:
-            hidden: [rows, hidden] of a head, normed.
-            tokens: [rows] the text's.
-            states: of the target.
-            at: [rows] where the target predicts these tokens.
-
-        Returns:
-            (-log q of the text's tokens [rows], cross-entropy to the target's likeliest
-            tokens [rows], if distilled).
-        """
-        asked = tokens[:, None]
-        if states.top_ids is not None:
-            asked = torch.cat([asked, states.top_ids[at]], dim=1)
-        log_q = token_log_probs(
-            hidden, asked, self.target.unembedding.detach(), self.target.bias
-        )
-        if states.top_log_probs is None:
-            return -log_q[:, 0], None
-        return -log_q[:, 0], -(states.top_log_probs[at].exp() * log_q[:, 1:]).sum(1)
-
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        def mean(name: str, token: int) -> float:
-            return round(counts[f"{name}.{token}"] / counts[f"rows.{token}"], 4)
-
-        heads = range(1, self.options.tokens + 1)
-        distilled = {
-            f"head {i} distilled_nats": mean("distilled", i)
-            for i in heads
-            if f"distilled.{i}" in counts
-        }
-        return {
-            f"head {i} nats": mean("nll", i) for i in heads if f"nll.{i}" in counts
-        } | distilled
+        figures = {}
+        for name, title in (("nll", "nats"), ("distilled", "distilled_nats")):
+            for token in range(1, self.options.tokens + 1):
+                if f"{name}.{token}" in counts:
+                    mean = counts[f"{name}.{token}"] / counts[f"rows.{token}"]
+                    figures[f"head {token} {title}"] = round(mean, 4)
+        return figures
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options = self.options
@@ -209,10 +173,9 @@ class DynaMoRecipe(HeadsRecipe):
                 unit=" documents",
                 mininterval=1,
             )
-            chunks = itertools.chain.from_iterable(documents)
             vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(
-                chunks,
+                itertools.chain.from_iterable(documents),
                 vocab_size,
                 options.tokens,
                 options.mask_entries,
@@ -221,30 +184,32 @@ class DynaMoRecipe(HeadsRecipe):
         super().prepare_output(store, folder)
 
     def config(self) -> DynaMoConfig:
+        options = self.options
         entries = {}
+        draft_vocab_size = None
         if self.cooccurrence is not None:
-            tensors = self.cooccurrence.tensors()
-            orders = range(2, self.options.tokens + 1)
-            entries = {
-                order: len(tensors[f"cooccurrence.{order}.keys"]) for order in orders
-            }
+            for order, keys in self.cooccurrence.keys.items():
+                entries[order] = len(keys)
+            unigram = torch.from_numpy(self.cooccurrence.unigram)
+            draft_vocab_size = first_guess(unigram)
+        layer = self.target.layers[-1].state_dict()
         return DynaMoConfig(
             **self.target.description(),
-            tokens=self.options.tokens,
-            layer_tensors=self.heads.layer_shapes(),
+            tokens=options.tokens,
+            layer_tensors={name: list(tensor.shape) for name, tensor in layer.items()},
             cooccurrence_entries=entries,
-            draft_vocab_size=None
-            if self.cooccurrence is None
-            else first_guess(self.cooccurrence.unigram),
+            draft_vocab_size=draft_vocab_size,
             num_speculative_tokens=min(
-                self.options.num_speculative_tokens, self.options.tokens - 1
+                options.num_speculative_tokens, options.tokens - 1
             ),
-            dtype=self.options.stored_dtype,
+            dtype=options.stored_dtype,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        masks = {} if self.cooccurrence is None else self.cooccurrence.tensors()
-        return self.heads.tensors() | masks
+        tensors = self.heads.state_dict()
+        if self.cooccurrence is not None:
+            tensors |= self.cooccurrence.tensors()
+        return tensors
 
 
 RECIPE = DynaMoRecipe

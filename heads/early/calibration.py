@@ -33,8 +33,10 @@ class Exits(NamedTuple):
     def match_rate(self, layer: int, k: int) -> float:
         """p_correct: the share of tokens among the k likeliest of the exit."""
         ranks = self.ranks[self.layers.index(layer)]
-        real = torch.arange(ranks.shape[1])[None] < self.lengths[:, None]
-        return round(float((ranks[real] < k).double().mean()), 4)
+        steps = torch.arange(ranks.shape[1])
+        real = steps[None] < self.lengths[:, None]
+        matched = ranks[real] < k
+        return round(float(matched.double().mean()), 4)
 
     def drafted(self, layer: int, drafts: int) -> Drafted:
         """An engine's expected counts on these texts with drafts at this exit."""
@@ -47,56 +49,70 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     """Read every exit that has a head at every generated token."""
     target = calibration.target
     temperature = texts.temperature
-    heads = EarlyHeads.from_tensors(calibration.config, calibration.tensors)
+    heads = EarlyHeads(calibration.config, calibration.tensors)
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
-    shape = (len(layers), *texts.generated.shape)
-    ranks = torch.zeros(shape)
-    accept = torch.zeros(shape)
+    size = rows_a_chunk(target.unembedding)
+    measured: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, layers)
         final = texts.reading(states.final, windows)
-        exits = [texts.reading(states.exits[layer], windows) for layer in layers]
+        exits = {layer: texts.reading(states.exits[layer], windows) for layer in layers}
         tokens = texts.generated[some].flatten()
-        made = torch.zeros(2, len(layers), len(tokens))  # ranks and chances
-        for rows in torch.arange(len(tokens)).split(rows_a_chunk(target.unembedding)):
+        for rows in torch.arange(len(tokens)).split(size):
             wanted = tokens[rows]
             log_p = logits_at(target, final[rows], temperature).log_softmax(-1)
-            for index, layer in enumerate(layers):
+            by_layer = []
+            for layer, hidden in exits.items():
                 with calibration.autocast():
-                    read = heads(exits[index][rows], layer)
+                    read = heads(hidden[rows], layer)
                 if heads.form == "classifier":  # it gives logits already
                     logits = read.float() / (temperature or 1.0)
                 else:
                     logits = logits_at(target, read, temperature)
                 rank = (logits > logits.gather(1, wanted[:, None])).sum(1)
-                chance = acceptance(log_p, logits.log_softmax(-1), wanted, temperature)
-                made[:, index, rows] = torch.stack([rank.float(), chance]).cpu()
-        made = made.unflatten(-1, (-1, shape[2]))
-        ranks[:, some], accept[:, some] = made[0], made[1]
-    return Exits(layers, ranks, accept, texts.lengths.cpu())
+                chance = acceptance(
+                    log_p,
+                    logits.log_softmax(-1),
+                    wanted,
+                    temperature,
+                )
+                by_layer.append(torch.stack([rank.float(), chance]).cpu())
+            measured.append(torch.stack(by_layer))
+    ranks, accept = torch.cat(measured, dim=-1).unbind(1)
+    shape = (len(layers), *texts.generated.shape)
+    return Exits(
+        layers,
+        ranks.view(shape),
+        accept.view(shape),
+        texts.lengths.cpu(),
+    )
 
 
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
+    drafts = range(1, calibration.options.drafts + 1)
     measured = {
         name: read_exits(calibration, texts) for name, texts in calibration.texts()
     }
-    greedy = measured["greedy"]
-    drafts = range(1, calibration.options.drafts + 1)
     by_texts = {}
     for name, exits in measured.items():
-        by_layer = {
-            layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts]
-            for layer in exits.layers
-        }
+        by_layer = {}
+        for layer in exits.layers:
+            counts = [exits.drafted(layer, n) for n in drafts]
+            by_layer[layer] = [Counts(**by.stored()) for by in counts]
         by_texts[name] = {TRAINED: by_layer}
+    greedy = measured["greedy"]
     rates = {
         k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]}
         for k in KS
     }
-    return Matches(layers=list(greedy.layers), match=rates, acceptance=by_texts)
+    return Matches(
+        layers=list(greedy.layers),
+        match=rates,
+        acceptance=by_texts,
+    )
 
 
 PARTS = {"timing": Calibration.timing, "matches": matches}
@@ -106,7 +122,9 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     """Markdown of what was measured."""
     measured = parts.matches
     yield "Match rate by exit layer, greedy texts (PPD, Table 2)"
-    rows = [[k, *map(percent, rates[TRAINED])] for k, rates in measured.match.items()]
+    rows = []
+    for k, rates in measured.match.items():
+        rows.append([k, *map(percent, rates[TRAINED])])
     yield table(["k", *measured.layers], rows)
     for name, by_form in measured.acceptance.items():
         yield f"Expected tokens per step by drafts n, {name} texts"
@@ -114,4 +132,5 @@ def tables(parts: EarlyParts) -> Iterator[str]:
             [layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
             for layer, by_drafts in by_form[TRAINED].items()
         ]
-        yield table(["exit", *(f"n={n}" for n in range(1, len(lines[0])))], lines)
+        drafts = [f"n={n}" for n in range(1, len(lines[0]))]
+        yield table(["exit", *drafts], lines)

@@ -6,9 +6,9 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import (
@@ -19,8 +19,7 @@ from vllm_ppd.heads.measured import (
     Setting,
     Share,
     Stored,
-    Work,
-    on_texts,
+    sampled,
 )
 from vllm_ppd.heads.text import Integers, quoted
 from vllm_ppd.heads.training.options import TrainingOptions
@@ -32,16 +31,17 @@ PPD = {
     "epochs": 3.0,
     "warmup": 0.04,
 }
-UNTRAINED, TRAINED = FORMS = ("N", "Y")  # PPD's "trained" column
+TRAINED = "Y"  # PPD's "trained" column; earlier calibrations also have "N"
 Layers = Annotated[list[int], Field(max_length=4096)]
-ByLayer = dict[Annotated[int, Field(ge=1, le=4096, strict=False)], list[Counts]]
+Layer = Annotated[int, Field(ge=1, le=4096, strict=False)]
+ByLayer = dict[Layer, list[Counts]]
 Rates = dict[Number, dict[str, list[Share]]]  # k -> form -> rate of each layer
 
 
 class EarlyOptions(TrainingOptions):
     """`ppd train early`: a head at every exit layer, all in one pass over a frozen target."""
 
-    kind: ClassVar[str] = "early"
+    kind = "early"
 
     learning_rate: float = Field(
         5e-3,
@@ -77,45 +77,19 @@ class EarlyOptions(TrainingOptions):
 
 
 class Matches(Stored):
-    """p(layer, k) on greedy texts, by position too, and expected acceptance with 1, 2,
-    ... drafts at each exit.
+    """p(layer, k) on greedy texts, and expected acceptance with 1, 2, ... drafts at
+    each exit.
     """
 
-    layers: list[Annotated[int, Field(ge=1, le=4096)]] = Field(min_length=1)
+    layers: list[Layer] = Field(min_length=1)
     match: Rates
-    match_by_position: dict[str, Rates] = Field(default_factory=dict)
     acceptance: ByTexts[dict[str, ByLayer]]
-    repeated_4_grams: dict[str, Share] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _fits(self, info: ValidationInfo) -> Matches:
-        tables = (self.match, *self.match_by_position.values())
-        if any(
-            len(rates) != len(self.layers)
-            for by_k in tables
-            for forms in by_k.values()
-            for rates in forms.values()
-        ):
-            raise ValueError("match must have a rate for each of its layers")
-        exits = [
-            layer
-            for forms in self.acceptance.values()
-            for by_layer in forms.values()
-            for layer in by_layer
-        ]
-        deepest = max(*self.layers, *exits)
-        if info.context and deepest >= info.context["num_layers"]:
-            raise ValueError(
-                f"acceptance or layers names exit layer {deepest}, which does not exist"
-            )
-        return self
 
 
 class EarlyParts(Parts):
     """What `ppd calibrate` stores of early heads."""
 
     matches: Matches
-    sampling: dict[str, Rates] = Field(default_factory=dict)
 
 
 class EarlyConfig(HeadsConfig):
@@ -123,12 +97,12 @@ class EarlyConfig(HeadsConfig):
     (PPD, rows "Y").
     """
 
-    kind: ClassVar[str] = "early"
-    architecture: ClassVar[str] = "EarlyHeads"
-    method: ClassVar[str] = "ppd"
-    options: ClassVar[type[TrainingOptions]] = EarlyOptions
-    parts: ClassVar[type[Parts]] = EarlyParts
-    tensor_names: ClassVar[str] = r"exit\.\d+\.(transform|classifier)$"
+    kind = "early"
+    architecture = "EarlyHeads"
+    method = "ppd"
+    options = EarlyOptions
+    parts = EarlyParts
+    tensor_names = r"exit\.\d+\.(transform|classifier)$"
 
     exit_layers: Layers = Field(
         min_length=1, description="exit layers that have a head"
@@ -143,10 +117,8 @@ class EarlyConfig(HeadsConfig):
     @model_validator(mode="after")
     def _known_exits(self) -> EarlyConfig:
         last = self.target.num_hidden_layers - 1
-        for name, layers in (
-            ("exit_layers", self.exit_layers),
-            ("default_exit_layers", self.default_exit_layers),
-        ):
+        for name in ("exit_layers", "default_exit_layers"):
+            layers = getattr(self, name)
             outside = [layer for layer in layers if not 1 <= layer <= last]
             if outside:
                 raise ValueError(
@@ -170,7 +142,7 @@ class EarlyConfig(HeadsConfig):
 
     @property
     def recommended(self) -> dict[str, Any]:
-        return {**super().recommended, "exit_layer": self.serving_exits}
+        return {**super().recommended, "exit_layer": self.serving_exits[0]}
 
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"
@@ -180,44 +152,16 @@ class EarlyConfig(HeadsConfig):
         rows = size if self.head == "transform" else self.target.vocab_size
         return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
 
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
-        """Work of n drafts at layer l: n l layers, n transforms, and n reads of the LM head."""
-        layer = self.serving_exits[0] if exit_layer is None else exit_layer
-        return Work(
-            drafts * layer,
-            drafts if self.head == "transform" else 0,
-            drafts * vocabulary,
-        )
-
-    def settings(self, parts: EarlyParts, greedy: bool) -> Iterator[Setting]:
-        for form, by_layer in on_texts(parts.matches.acceptance, greedy).items():
-            for layer, by_drafts in by_layer.items():
-                for n, counts in enumerate(by_drafts, start=1):
-                    work = self.work(n, exit_layer=layer)
-                    trained = form == TRAINED
-                    transforms = (
-                        work.matrices * parts.timing.transform_in_layers
-                        if trained
-                        else 0.0
-                    )
-                    yield Setting(
-                        {"default_exit_layers": [layer], "num_speculative_tokens": n},
-                        n,
-                        counts.drafted / max(counts.cycles, 1),
-                        counts.length,
-                        work.layers + transforms,
-                        work.reads,
-                        exit_layer=layer,
-                        trained=trained,
-                        served={"exit_layer": layer, "num_speculative_tokens": n},
-                    )
-
-    def match_rates(self, parts: EarlyParts) -> list[tuple[int, int, bool, float]]:
-        return [
-            (layer, k, form == TRAINED, rate)
-            for k, forms in parts.matches.match.items()
-            for form, rates in forms.items()
-            for layer, rate in zip(parts.matches.layers, rates, strict=True)
-        ]
+    def settings(self, parts: EarlyParts) -> Iterator[Setting]:
+        """n drafts at layer l read n l layers, n transforms, and the LM head n times."""
+        transform = parts.timing.transform_in_layers
+        matrices = transform if self.head == "transform" else 0.0
+        by_layer = sampled(parts.matches.acceptance)[TRAINED]
+        for layer, by_drafts in by_layer.items():
+            for drafts, counts in enumerate(by_drafts, start=1):
+                options = {
+                    "default_exit_layers": [layer],
+                    "num_speculative_tokens": drafts,
+                }
+                layers = drafts * (layer + matrices)
+                yield Setting(options, counts.length, layers, drafts)

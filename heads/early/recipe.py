@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.module import in_chunks
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
@@ -32,19 +32,12 @@ class EarlyRecipe(HeadsRecipe):
 
     def __init__(self, options: EarlyOptions, target: Target) -> None:
         super().__init__(options, target)
-        exits = tuple(sorted(set(options.exit_layers))) or tuple(
-            range(1, target.num_layers)
-        )
-        outside = [layer for layer in exits if not 1 <= layer < target.num_layers]
-        if outside:
-            raise TrainingError(
-                f"--exit-layers {outside[0]} is outside 1..{target.num_layers - 1}: "
-                f"this model has {target.num_layers} layers"
-            )
-        whole = target.unembedding if options.head == "classifier" else None
-        self.heads = EarlyHeads(exits, target.hidden_size, options.head, whole).to(
-            target.device
-        )
+        config = self.checked_config()
+        start = torch.eye(target.hidden_size)
+        if options.head == "classifier":
+            start = target.unembedding.detach().float()
+        tensors = {name: start.clone() for name in config.shapes()}
+        self.heads = EarlyHeads(config, tensors).to(target.device)
 
     @property
     def reads(self) -> Reads:
@@ -59,21 +52,22 @@ class EarlyRecipe(HeadsRecipe):
             return self.nothing(), {}
         rows = self.share_of(valid, self.options.position_share)
         final = states.final[rows]
+        read = (
+            self._classifiers if self.heads.form == "classifier" else self._transforms
+        )
         hidden = {layer: states.exits[layer][rows] for layer in exits}
-        if self.heads.form == "classifier":
-            loss, match = self._classifiers(hidden, final, following[rows, 0])
-        else:
-            students = torch.stack(
-                [self.heads(hidden[layer], layer) for layer in exits]
-            )
-            loss, match = self._transforms(students, final, following[rows, 0])
+        loss, match = read(
+            hidden,
+            final,
+            following[rows, 0],
+        )
         counts = {"rows": torch.tensor(len(rows), device=rows.device)}
-        counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
-        counts |= {
-            f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)
-        }
+        for index, layer in enumerate(exits):
+            counts[f"match.{layer}"] = match[index].sum()
+            counts[f"loss.{layer}"] = loss[index].detach().sum()
         drafts = self.options.num_speculative_tokens
-        if not self.training and (ends := batch.ahead(drafts)[1]).any():
+        ends = batch.ahead(drafts)[1]
+        if not self.training and ends.any():
             # Each draft is read at the exit, one row later; all exits count alike.
             matches = torch.zeros(
                 len(exits), len(valid), dtype=torch.bool, device=rows.device
@@ -84,28 +78,36 @@ class EarlyRecipe(HeadsRecipe):
         return loss.mean(dim=1).sum(), counts
 
     def _transforms(
-        self, students: torch.Tensor, final: torch.Tensor, following: torch.Tensor
+        self,
+        exits: dict[int, torch.Tensor],
+        final: torch.Tensor,
+        following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses [exits, rows], and whether the arg-max agrees (False in training)."""
         unembedding = self.target.unembedding
         bias = self.target.bias
-        loss = None
+        students = torch.stack(
+            [self.heads(hidden, layer) for layer, hidden in exits.items()]
+        )
+        shape = students.shape[:2]
         match = torch.zeros(
-            students.shape[:2], dtype=torch.bool, device=students.device
+            shape,
+            dtype=torch.bool,
+            device=students.device,
         )
         if self.options.loss == "kl" or not self.training:
             loss, match = kl_to_teacher(
                 students, final, unembedding, bias, compare=not self.training
             )
         if self.options.loss == "ce":
+            tokens = following.repeat(len(students))
             log_q = token_log_probs(
                 students.flatten(0, 1),
-                following.repeat(len(students)),
+                tokens,
                 unembedding,
                 bias,
             )
-            loss = -log_q.view(students.shape[:2])
-        assert loss is not None
+            loss = -log_q.view(shape)
         return loss, match
 
     def _classifiers(
@@ -114,58 +116,58 @@ class EarlyRecipe(HeadsRecipe):
         final: torch.Tensor,
         following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole classifiers have a gradient, so the backward pass computes the logits
-        of each chunk of rows again.
+        """As _transforms. Whole classifiers have a gradient, so the backward pass
+        computes the logits of each chunk of rows again.
         """
         target = self.target
-        cross_entropy = self.options.loss == "ce"
-        compare = not (self.training and cross_entropy)
         head = target.unembedding
+        cross_entropy = self.options.loss == "ce"
 
-        def chunk(
-            hidden: torch.Tensor, layer: int, rows: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            log_q = functional.log_softmax(self.heads(hidden, layer).float(), dim=-1)
-            match = torch.zeros_like(following[rows], dtype=torch.bool)
-            if compare:
-                with torch.no_grad():
-                    logits = functional.linear(
-                        final[rows].to(head.dtype), head, target.bias
-                    )
-                    log_p = functional.log_softmax(logits.float(), dim=-1)
-                match = log_q.argmax(-1) == log_p.argmax(-1)
-            if cross_entropy:
-                return -log_q.gather(1, following[rows, None]).squeeze(1), match
-            return (log_p.exp() * (log_p - log_q)).sum(-1), match
-
-        losses = []
-        matches = []
-        for layer in self.heads.exit_layers:
-            chunks: list[Any] = [
-                checkpoint(chunk, exits[layer][rows], layer, rows, use_reentrant=False)
-                for rows in torch.arange(len(final), device=final.device).split(
-                    rows_a_chunk(head)
+        def of_chunk(
+            layer: int,
+            hidden: torch.Tensor,
+            final: torch.Tensor,
+            following: torch.Tensor,
+        ) -> torch.Tensor:
+            log_q = self.heads(hidden, layer).float().log_softmax(-1)
+            loss = -log_q.gather(1, following[:, None]).squeeze(1)
+            if cross_entropy and self.training:
+                return torch.stack([loss, torch.zeros_like(loss)], dim=1)
+            with torch.no_grad():
+                logits = functional.linear(
+                    final.to(head.dtype),
+                    head,
+                    target.bias,
                 )
-            ]
-            losses.append(torch.cat([loss for loss, _ in chunks]))
-            matches.append(torch.cat([match for _, match in chunks]))
-        return torch.stack(losses), torch.stack(matches)
+                log_p = logits.float().log_softmax(-1)
+            if not cross_entropy:
+                loss = (log_p.exp() * (log_p - log_q)).sum(-1)
+            match = log_q.argmax(-1) == log_p.argmax(-1)
+            return torch.stack([loss, match.float()], dim=1)
+
+        made = []
+        for layer, hidden in exits.items():
+            rows = (hidden, final, following)
+            made.append(in_chunks(partial(of_chunk, layer), rows_a_chunk(head), *rows))
+        loss, match = torch.stack(made).unbind(-1)
+        return loss, match > 0
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        return {
-            f"exit {layer}": {
-                f"{self.options.loss}_nats": round(
-                    counts[f"loss.{layer}"] / counts["rows"], 4
-                ),
-                "match": round(counts[f"match.{layer}"] / counts["rows"], 4),
+        figures = {}
+        for layer in self.heads.exit_layers:
+            loss = round(counts[f"loss.{layer}"] / counts["rows"], 4)
+            match = round(counts[f"match.{layer}"] / counts["rows"], 4)
+            figures[f"exit {layer}"] = {
+                f"{self.options.loss}_nats": loss,
+                "match": match,
             }
-            for layer in self.heads.exit_layers
-        }
+        return figures
 
     def config(self) -> EarlyConfig:
+        exits = self.options.exit_layers or range(1, self.target.num_layers)
         return EarlyConfig(
             **self.target.description(),
-            exit_layers=list(self.heads.exit_layers),
+            exit_layers=sorted(set(exits)),
             head=self.options.head,
             num_speculative_tokens=self.options.num_speculative_tokens,
             dtype=self.options.stored_dtype,

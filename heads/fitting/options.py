@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class FitOptions(BaseModel):
     """Write data, then train and calibrate heads, within a time limit. The same command resumes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
         description=(

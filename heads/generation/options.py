@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class DataOptions(BaseModel):
     """Let the target answer prompts, or write user turns and answer them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(
         description="target: a causal LM folder or Hub name that vLLM can load"

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -31,37 +31,17 @@ USER_TURN = "ppd user turn"  # placeholder for the user's words in a rendered ch
 
 
 class Sampling(NamedTuple):
-    """How an engine continues a batch of prompts."""
+    """How an engine continues a batch of prompts, as in vLLM's SamplingParams."""
 
     temperature: float
     top_p: float
     max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    stop_text: str | None = None
-    wants_text: bool = False
+    stop_token_ids: list[int] | None = None
+    stop: list[str] | None = None
+    detokenize: bool = False
 
 
-class Continuation(NamedTuple):
-    """What an engine writes after a prompt."""
-
-    ids: list[int]  # including the end-of-text or stop token
-    text: str  # without that token; empty if it is not wanted
-    finish_reason: str  # "stop" or "length"
-
-
-class Engine(Protocol):
-    """An engine that continues prompts."""
-
-    def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
-        """Continue prompts, each with its own seed."""
-
-    def close(self) -> None:
-        """End the engine's processes, which frees their memory."""
-
-
-Asked = list[tuple[int, list[int]]]  # numbers and token IDs of prompts to answer
+Asked = tuple[int, list[int]]  # number and token IDs of a prompt to answer
 
 
 class ChatFile:
@@ -90,29 +70,34 @@ class ChatFile:
         self.prompts: set[tuple[int, ...]] = set()
         options = path.with_name(f".{path.name}.options.json")
         if path.exists() and path.stat().st_size:
-            self._check_options(options, essence)
+            try:
+                stored = dict(json.loads(options.read_bytes()))
+            except (OSError, ValueError, TypeError):
+                raise TrainingError(
+                    f"--out {place(path)} was not written by `ppd data`; give another "
+                    "file"
+                ) from None
+            written = f"--out {place(path)} was written"
+            refuse_other_options(written, stored, essence, "another file")
             self._read()
         write_text(options, json.dumps(essence, indent=2) + "\n")
 
-    def append(self, chats: Iterable[dict[str, Any]]) -> None:
-        """Append a batch, and wait until it is on disk."""
+    def append(self, asked: list[Asked], answers: Iterable[Any]) -> None:
+        """Append a batch of vLLM's answers, and wait until it is on disk."""
         with self.path.open("a") as file:
-            for chat in chats:
+            for (number, prompt), answer in zip(asked, answers, strict=True):
+                is_whole = answer.finish_reason == "stop"
+                chat = {
+                    "prompt_token_ids": prompt,
+                    # With the end-of-text token if the target wrote one
+                    "token_ids": list(answer.token_ids),
+                    "finish_reason": "stop" if is_whole else "length",
+                    "index": number,
+                }
                 file.write(json.dumps(chat) + "\n")
                 self._note(chat)
             file.flush()
             os.fsync(file.fileno())
-
-    def _check_options(self, options: Path, essence: dict[str, Any]) -> None:
-        try:
-            stored = dict(json.loads(options.read_bytes()))
-        except (OSError, ValueError, TypeError):
-            raise TrainingError(
-                f"--out {place(self.path)} was not written by `ppd data`; give "
-                "another file"
-            ) from None
-        written = f"--out {place(self.path)} was written"
-        refuse_other_options(written, stored, essence, "another file")
 
     def _read(self) -> None:
         end = 0
@@ -140,14 +125,15 @@ class ChatFile:
 
 def write_chats(
     options: DataOptions,
-    engine_of: Callable[[DataOptions], Engine],
+    engine_of: Callable[[DataOptions], Any],
     until: float = math.inf,
 ) -> ChatFile:
     """Write the chats that a file lacks.
 
     Args:
         options: of `ppd data`.
-        engine_of: makes the engine; called only if there is anything to write.
+        engine_of: makes an engine with OfflineEngine's `generate`; called only if there
+            is anything to write.
         until: time by time.monotonic() after which no batch begins but the first. It
             replaces the default number.
 
@@ -168,14 +154,15 @@ def write_chats(
         if file.count >= wanted:
             return file
         engine = engine_of(options)
-        take = _source(options, tokenizer, engine, file)
+        prompts = _prompts(options, tokenizer, engine, file)
         sampling = Sampling(options.temperature, options.top_p, options.max_tokens)
         total = None if math.isinf(wanted) else int(wanted)
         with tqdm(
             desc="writing chats", initial=file.count, total=total, unit=" chats"
         ) as bar:
             while file.count < wanted and (not file.count or time.monotonic() < until):
-                asked = take(int(min(options.batch, wanted - file.count)))
+                size = int(min(options.batch, wanted - file.count))
+                asked = list(itertools.islice(prompts, size))
                 if not asked:
                     break
                 seeds = [
@@ -184,35 +171,32 @@ def write_chats(
                 answers = engine.generate(
                     [prompt for _, prompt in asked], seeds, sampling
                 )
-                file.append(map(_chat, asked, answers))
+                file.append(asked, answers)
                 bar.set_postfix_str(f"{file.tokens:,} tokens")
                 bar.update(len(asked))
     return file
 
 
-def _chat(asked: tuple[int, list[int]], answer: Continuation) -> dict[str, Any]:
-    number, prompt = asked
-    return {
-        "prompt_token_ids": prompt,
-        "token_ids": answer.ids,  # with the end-of-text token if the target wrote one
-        "finish_reason": "stop" if answer.finish_reason == "stop" else "length",
-        "index": number,
-    }
-
-
-def _source(
-    options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
-) -> Callable[[int], Asked]:
-    """A function that returns the next prompts of a number; fewer or none at their end."""
+def _prompts(
+    options: DataOptions, tokenizer: Any, engine: Any, file: ChatFile
+) -> Iterator[Asked]:
+    """The prompts that a file lacks."""
     prompts: Iterator[list[int]]
     if options.prompts:
         prompts = read_prompts(options, tokenizer)
     elif getattr(tokenizer, "chat_template", None):
-        return UserTurns(options, tokenizer, engine, file).take
-    else:
-        prompts = itertools.repeat(beginning(tokenizer))
-    missing = itertools.islice(enumerate(prompts), file.next_number, None)
-    return lambda count: list(itertools.islice(missing, count))
+        return user_turns(options, tokenizer, engine, file)
+    else:  # whole texts
+        token = tokenizer.bos_token_id
+        if token is None:
+            token = tokenizer.eos_token_id
+        if token is None:
+            raise TrainingError(
+                "--model: the tokenizer has no chat template, nor a token that begins "
+                "a text; give --prompts"
+            )
+        prompts = itertools.repeat([token])
+    return itertools.islice(enumerate(prompts), file.next_number, None)
 
 
 def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
@@ -224,10 +208,10 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         TrainingError: on a file or a record that is malformed, or if there is no
             prompt.
     """
-    documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
+    documents = Documents(options.prompts, tokenizer, system=options.system)
     count = 0
-    for document in document_prompts(documents, options.prompt_tokens, STRIDE):
-        for ids in document.ids:
+    for prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
+        for ids in prompts:
             if ids and len(ids) < options.max_length:
                 count += 1
                 yield ids
@@ -240,116 +224,69 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         )
 
 
-def beginning(tokenizer: Any) -> list[int]:
-    """The prompt of whole texts: the token that begins a text, or ends one.
+def user_turns(
+    options: DataOptions, tokenizer: Any, engine: Any, file: ChatFile
+) -> Iterator[Asked]:
+    """Prompts of user turns that the model writes after the beginning of its chat
+    template (Magpie), except those of the file.
 
     Raises:
-        TrainingError: if the tokenizer has neither.
-    """
-    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return [token]
-    raise TrainingError(
-        "--model: the tokenizer has no chat template, nor a token that begins a "
-        "text; give --prompts"
-    )
-
-
-class UserTurns:
-    """User turns that the model writes after the beginning of its chat template
-    (Magpie).
-
-    Args:
-        options: of the chats.
-        tokenizer: has the chat template.
-        engine: writes the turns.
-        file: its prompts are not written again.
-
-    Raises:
-        TrainingError: if the rendered chat does not contain the user's message.
+        TrainingError: if the rendered chat does not contain the user's message, or if
+            the model writes no usable user turn.
     """
 
-    def __init__(
-        self, options: DataOptions, tokenizer: Any, engine: Engine, file: ChatFile
-    ) -> None:
-        self.options = options
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.seen = set(file.prompts)
-        self.number = file.next_number
-        before, shown, after = self._rendered(USER_TURN).partition(USER_TURN)
-        if not shown:
-            raise TrainingError(
-                "--model: the chat template changes what the user writes; give "
-                "--prompts"
-            )
-        self.prefix = self._ids(before)
-        stop_ids = {tokenizer.eos_token_id} - {None}
-        stop_text = None
-        following = self._ids(after)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        if following and following[0] in {*tokenizer.all_special_ids, *added}:
-            stop_ids.add(following[0])
-        else:  # the template ends a user turn by text
-            stop_text = next(iter(after.split()), None)
-        self.sampling = Sampling(
-            1.0, 0.95, 256, tuple(sorted(stop_ids)), stop_text, wants_text=True
-        )
-
-    def take(self, count: int) -> Asked:
-        """Prompts from `count` attempts at user turns, or from more until one is
-        usable.
-
-        Raises:
-            TrainingError: if the model writes no usable user turn.
-        """
-        asked: Asked = []
-        refused = 0
-        while not asked:
-            if refused >= MOST_REFUSED:
-                raise TrainingError(
-                    f"the last {refused} user turns are too long, empty or repeated; "
-                    "give --prompts"
-                )
-            numbers = range(self.number, self.number + count)
-            self.number += count
-            seeds = [_seed_of(self.options.seed, number, "user") for number in numbers]
-            turns = self.engine.generate([self.prefix] * count, seeds, self.sampling)
-            for number, turn in zip(numbers, turns, strict=True):
-                prompt = self.prompt(turn.text.strip())
-                if turn.finish_reason == "stop" and self._is_usable(turn.text, prompt):
-                    self.seen.add(tuple(prompt))
-                    asked.append((number, prompt))
-            refused += count
-        return asked
-
-    def prompt(self, user: str) -> list[int]:
-        """The token IDs of the prompt that vLLM's server makes of a user's message."""
-        return self._ids(self._rendered(user))
-
-    def _is_usable(self, text: str, prompt: list[int]) -> bool:
-        if not text.strip() or "\ufffd" in text:
-            return False
-        return len(prompt) < self.options.max_length and tuple(prompt) not in self.seen
-
-    def _rendered(self, user: str) -> str:
-        messages = [{"role": "user", "content": user}]
-        if self.options.system is not None:
-            messages.insert(0, {"role": "system", "content": self.options.system})
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
-
-    def _ids(self, text: str) -> list[int]:
+    def ids_of(text: str) -> list[int]:
         return list(
-            self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         )
+
+    def chat_of(user: str) -> str:
+        messages = [{"role": "user", "content": user}]
+        if options.system is not None:
+            messages.insert(0, {"role": "system", "content": options.system})
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    before, shown, after = chat_of(USER_TURN).partition(USER_TURN)
+    if not shown:
+        raise TrainingError(
+            "--model: the chat template changes what the user writes; give --prompts"
+        )
+    size = min(options.batch, options.number or options.batch)
+    beginnings = [ids_of(before)] * size
+    stop_ids = {tokenizer.eos_token_id} - {None}
+    stop = None
+    following = ids_of(after)[:1]
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    if {*tokenizer.all_special_ids, *added}.intersection(following):
+        stop_ids.update(following)
+    else:  # the template ends a user turn by text
+        stop = after.split()[:1]
+    sampling = Sampling(1.0, 0.95, 256, sorted(stop_ids), stop, detokenize=True)
+    numbers = itertools.count(file.next_number)
+    refused = 0
+    while refused < MOST_REFUSED:
+        batch = list(itertools.islice(numbers, size))
+        seeds = [_seed_of(options.seed, number, "user") for number in batch]
+        turns = engine.generate(beginnings, seeds, sampling)
+        for number, turn in zip(batch, turns, strict=True):
+            text = turn.text.strip()
+            prompt = ids_of(chat_of(text))
+            is_whole = turn.finish_reason == "stop" and "\ufffd" not in text
+            is_new = tuple(prompt) not in file.prompts
+            if text and is_whole and is_new and len(prompt) < options.max_length:
+                file.prompts.add(tuple(prompt))
+                refused = 0
+                yield number, prompt
+            else:
+                refused += 1
+    raise TrainingError(
+        f"the last {refused} user turns are too long, empty or repeated; give --prompts"
+    )
 
 
 def _seed_of(seed: int, number: int, who: str) -> int:
     """A seed for each request, the same in every run."""
-    return int.from_bytes(
-        hashlib.sha256(f"{seed} {number} {who}".encode()).digest()[:4], "big"
-    )
+    digest = hashlib.sha256(f"{seed} {number} {who}".encode())
+    return int(digest.hexdigest()[:8], 16)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, HeadsConfig, Shapes, TargetLayers
-from vllm_ppd.heads.cp.config import CPParts, settings_by_drafts
-from vllm_ppd.heads.measured import Parts, Setting, Work
+from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, Shapes, TargetLayers
+from vllm_ppd.heads.cp.config import ChainConfig, ChainOptions
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(
@@ -39,17 +37,12 @@ class PublishedTarget(TargetLayers):
     num_hidden_layers: int = Field(0, ge=0, le=4096)  # 0: not recorded
 
 
-class RecurrentOptions(FullOptions):
+class RecurrentOptions(ChainOptions):
     """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear
     prediction of states.
     """
 
-    kind: ClassVar[str] = "recurrent"
-    rank: ClassVar[int] = 1  # read by CP's recipe
-    layers: ClassVar[tuple[int, ...]] = ()
-    factorised: ClassVar[bool] = True
-    balance: ClassVar[float] = 0.0
-    base_start: ClassVar[str] = "trained"
+    kind = "recurrent"
 
     inner_size: int | None = Field(
         None,
@@ -64,49 +57,24 @@ class RecurrentOptions(FullOptions):
         False,
         description="normalise the target's state first, as in some of IBM's heads",
     )
-    optimizer: Literal["adamw", "muon"] = Field(
-        "muon",
-        description="Muon for projections and AdamW for the rest, or AdamW alone",
-    )
     start: Literal["ridge", "random"] = Field(
         "ridge",
         description="initial weights: a ridge regression of the target's later "
         "states, or random (IBM)",
     )
-    decay: float = Field(
-        0.8,
-        gt=0,
-        le=1,
-        description="weight of a draft's distillation, relative to that of the "
-        "previous draft",
-    )
-    train_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="train over the most frequent tokens of the data only, and draft "
-        "from them (0: all tokens)",
-    )
-
-    @property
-    def positions(self) -> int:
-        return self.num_speculative_tokens + 1
 
 
-class RecurrentConfig(HeadsConfig):
+class RecurrentConfig(ChainConfig):
     """n heads, each with a state computed from the previous state and token."""
 
     # Keys that are not read here are left unchanged
     model_config = ConfigDict(extra="allow")
-    kind: ClassVar[str] = "recurrent"
-    architecture: ClassVar[str] = ARCHITECTURES[0]
-    method: ClassVar[str] = "recurrent"
-    options: ClassVar[type[TrainingOptions]] = RecurrentOptions
-    parts: ClassVar[type[Parts]] = CPParts
-    tensor_names: ClassVar[str] = (
-        r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
-    )
-    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
-    files_beside: ClassVar[tuple[str, ...]] = (COUNTS_NAME,)
+    kind = "recurrent"
+    architecture = ARCHITECTURES[0]
+    method = "recurrent"
+    options = RecurrentOptions
+    tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
+    files_beside = (COUNTS_NAME,)
 
     verifier: str = Field(
         "",
@@ -123,7 +91,11 @@ class RecurrentConfig(HeadsConfig):
             "number of heads, which is the number of drafts they were trained for"
         )
     )
-    vocab_size: int = Field(ge=1, le=1 << 26, description="tokens")
+    vocab_size: int = Field(
+        ge=1,
+        le=1 << 26,
+        description="tokens",
+    )
     emb_dim: Width = Field(
         description="width of the target's states (IBM), or of embeddings (Arctic)"
     )
@@ -141,19 +113,15 @@ class RecurrentConfig(HeadsConfig):
     scale_input: bool = Field(
         False, description="the target's state is normalised and divided by sqrt(2)"
     )
-    token_counts: bool = Field(
-        False,
-        description="the heads have token counts of a text, for a draft vocabulary",
-    )
 
     @classmethod
     def is_named_in(cls, data: dict[str, Any]) -> bool:
+        if {"speculators_model_type", "speculators_config"} & data.keys():
+            return super().is_named_in(data)
         names = data.get("architectures")
-        is_theirs = data.get("model_type") == "mlp_speculator" or (
+        return data.get("model_type") == "mlp_speculator" or (
             isinstance(names, list) and any(name in ARCHITECTURES for name in names)
         )
-        published = not {"speculators_model_type", "speculators_config"} & data.keys()
-        return super().is_named_in(data) or (published and is_theirs)
 
     @model_validator(mode="before")
     @classmethod
@@ -180,20 +148,18 @@ class RecurrentConfig(HeadsConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> RecurrentConfig:
-        states = (
-            self.emb_dim if self.input_hidden_dim is None else self.input_hidden_dim
-        )
-        widths = () if self.input_hidden_dim is None else ("emb_dim", "proj_dim")
-        for name in widths:
-            width = getattr(self, name)
-            if width is not None and _width(name, width) != self.inner:
-                raise ValueError(
-                    f"{name}={quoted(width)} must be inner_dim={self.inner}"
-                )
-        if (states, self.vocab_size) != (
-            self.target.hidden_size,
-            self.target.vocab_size,
-        ):
+        states = self.input_hidden_dim
+        if states is None:
+            states = _width("emb_dim", self.emb_dim)
+        else:
+            widths = {"emb_dim": self.emb_dim, "proj_dim": self.proj_dim}
+            for name, width in widths.items():
+                if width is not None and _width(name, width) != self.inner:
+                    raise ValueError(
+                        f"{name}={quoted(width)} must be inner_dim={self.inner}"
+                    )
+        target = self.target
+        if states != target.hidden_size or self.vocab_size != target.vocab_size:
             raise ValueError(
                 "the widths of states and vocabulary differ from "
                 "transformer_layer_config"
@@ -209,6 +175,21 @@ class RecurrentConfig(HeadsConfig):
     def inner(self) -> int:
         """The width of the state."""
         return _width("inner_dim", self.inner_dim) or _width("emb_dim", self.emb_dim)
+
+    @property
+    def gates(self) -> list[str]:
+        """The prefixes of the projections' names."""
+        return [f"{gate}_" for gate in GATES] if self.form == "sum_lstm" else [""]
+
+    @property
+    def embedding_gates(self) -> list[str]:
+        """The prefixes of the embeddings' names."""
+        return self.gates[:1] if self.tie_lstm_embs else self.gates
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of the norms, in the order in which they are applied."""
+        return ("cell_ln", "state_ln") if self.form == "sum_lstm" else ("ln",)
 
     @property
     def stages(self) -> int:
@@ -235,10 +216,6 @@ class RecurrentConfig(HeadsConfig):
         """Tied heads may make more drafts than they were trained for."""
         return MOST_DRAFTS if self.tie_weights else self.n_predict
 
-    @property
-    def counts_tensor(self) -> str | None:
-        return "token_counts" if self.token_counts else None
-
     def describe(self) -> str:
         form = "LSTM" if self.form == "sum_lstm" else "MLP"
         tied = ", tied" if self.tie_weights else ""
@@ -246,31 +223,21 @@ class RecurrentConfig(HeadsConfig):
 
     def shapes(self) -> Shapes:
         width = self.inner
-        table = [self.vocab_size, self.inner]
-        read = [
-            [width, self.target.hidden_size if index == 0 else width]
-            for index in range(self.projections)
-        ]
-        lstm = self.form == "sum_lstm"
-        gates = [f"{gate}_" for gate in GATES] if lstm else [""]
-        shapes = {
-            f"{gate}proj.{index}.weight": shape
-            for gate in gates
-            for index, shape in enumerate(read)
-        }
+        table = [self.vocab_size, width]
+        shapes: Shapes = {}
+        for index in range(self.projections):
+            read = self.target.hidden_size if index == 0 else width
+            for gate in self.gates:
+                shapes[f"{gate}proj.{index}.weight"] = [width, read]
         for stage in range(self.stages):
-            shapes |= {
-                f"{gate}emb.{stage}.weight": table
-                for gate in gates[: 1 if self.tie_lstm_embs else None]
-            }
-            norms = product(
-                ("cell_ln", "state_ln") if lstm else ("ln",), ("weight", "bias")
-            )
-            shapes |= {f"{norm}.{stage}.{name}": [width] for norm, name in norms}
+            for gate in self.embedding_gates:
+                shapes[f"{gate}emb.{stage}.weight"] = table
+            for norm, name in product(self.norms, ("weight", "bias")):
+                shapes[f"{norm}.{stage}.{name}"] = [width]
             shapes[f"head.{stage}.weight"] = table
-        return shapes | (
-            {"token_counts": [self.vocab_size]} if self.token_counts else {}
-        )
+        if self.token_counts:
+            shapes["token_counts"] = [self.vocab_size]
+        return shapes
 
     def stored_names(self, tensor: str) -> Iterator[str]:
         """Names with or without IBM's prefix, or as the first of several layers; for
@@ -281,26 +248,18 @@ class RecurrentConfig(HeadsConfig):
             return
         group, index, name = tensor.split(".")
         last = "proj" not in group or index != "0"
-        indices = (
-            range(int(index), self.n_predict) if self.tie_weights and last else (index,)
-        )
+        copies = self.n_predict if self.tie_weights and last else int(index) + 1
+        indices = range(int(index), copies)
         for prefix, at, inner in product(PREFIXES, indices, ("", ".0")):
             yield f"{prefix}{group}.{at}{inner}.{name}"
 
-    def work(
-        self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None
-    ) -> Work:
+    def work(self, drafts: int) -> tuple[float, float]:
         """Per draft an LM head of the state's width and a projection; an LSTM has a
         projection for each gate.
         """
         share = self.inner / self.target.hidden_size
-        matrices = (4 if self.form == "sum_lstm" else 1) * (
-            share + (drafts - 1) * share**2
-        )
-        return Work(0, matrices, drafts * vocabulary * share)
-
-    def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
-        return settings_by_drafts(self, parts, greedy)
+        gates = len(GATES) if self.form == "sum_lstm" else 1
+        return gates * (share + (drafts - 1) * share**2), drafts * share
 
     def to_json(self) -> dict[str, Any]:
         theirs = {

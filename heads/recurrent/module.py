@@ -15,18 +15,18 @@ and logits = H_i s_i.
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from vllm_ppd.heads.recurrent.config import GATES, RecurrentConfig
+from vllm_ppd.heads.module import Linear, NamedWeights, in_chunks, torch_linear
+from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.training.target import Target, TargetStates
 
 EPSILON = 1e-6
-# [rows, in], or token IDs [rows], to [rows, out]
+# Token IDs [rows] to embeddings [rows, m]
 Read = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -53,38 +53,33 @@ class Recurrence:
         self,
         config: RecurrentConfig,
         tensors: Mapping[str, torch.Tensor],
-        linear: Callable[[torch.Tensor], Read],
+        linear: Callable[[torch.Tensor], Linear],
         embedding: Callable[[int, torch.Tensor], Read],
         steps: int,
     ) -> None:
-        width = config.inner
         weight = 0.5 ** (0.5 / config.n_predict)
-        self.alpha = math.sqrt((1 - weight**2) * width / 2) / weight
+        self.width = config.inner
+        self.alpha = math.sqrt((1 - weight**2) * config.inner / 2) / weight
         self.is_lstm = config.form == "sum_lstm"
         self.scale_input = config.scale_input
-        gates = [f"{gate}_" for gate in GATES] if self.is_lstm else [""]
-        stages = range(min(steps, config.stages))
-        tables = gates[: 1 if config.tie_lstm_embs else None]
 
-        def joined(names: list[str], dim: int) -> torch.Tensor:
-            parts = [tensors[name] for name in names]
+        def joined(gates: list[str], name: str, dim: int) -> torch.Tensor:
+            parts = [tensors[f"{gate}{name}.weight"] for gate in gates]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
         self.projections = [
-            linear(joined([f"{gate}proj.{index}.weight" for gate in gates], 0))
+            linear(joined(config.gates, f"proj.{index}", 0))
             for index in range(min(steps, config.projections))
         ]
+        stages = range(min(steps, config.stages))
         self.embeddings = [
-            embedding(
-                stage, joined([f"{gate}emb.{stage}.weight" for gate in tables], 1)
-            )
+            embedding(stage, joined(config.embedding_gates, f"emb.{stage}", 1))
             for stage in stages
         ]
-        norms = ("cell_ln", "state_ln") if self.is_lstm else ("ln",)
         self.norms = [
             [
                 (tensors[f"{norm}.{stage}.weight"], tensors[f"{norm}.{stage}.bias"])
-                for norm in norms
+                for norm in config.norms
             ]
             for stage in stages
         ]
@@ -100,24 +95,17 @@ class Recurrence:
     def advance(self, position: int, state: State, tokens: torch.Tensor) -> State:
         """The state after head 0, 1, ... has read a token [rows] each."""
         stage = min(position, len(self.embeddings) - 1)
-        projected = self.projections[min(position, len(self.projections) - 1)](
-            state.output
-        )
-        embedded = self.embeddings[stage](tokens)
+        project = self.projections[min(position, len(self.projections) - 1)]
         norms = self.norms[stage]
+        gates = (-1, self.width)
+        embedded = self.alpha * self.embeddings[stage](tokens)
+        read = project(state.output).unflatten(-1, gates)
+        read = read + embedded.unflatten(-1, gates)
         if not self.is_lstm:
-            return State(
-                functional.gelu(_norm(projected + self.alpha * embedded, *norms[0]))
-            )
-        width = len(norms[0][0])
-        gates = projected.unflatten(-1, (-1, width)) + self.alpha * embedded.unflatten(
-            -1, (-1, width)
-        )
-        forget, write, output = gates[..., :3, :].sigmoid().unbind(-2)
-        cell = (
-            state.cell * forget
-            + functional.gelu(_norm(gates[..., 3, :], *norms[0])) * write
-        )
+            return State(functional.gelu(_norm(read[:, 0], *norms[0])))
+        forget, write, output = read[:, :3].sigmoid().unbind(1)
+        new = functional.gelu(_norm(read[:, 3], *norms[0]))
+        cell = state.cell * forget + new * write
         return State(functional.gelu(_norm(cell, *norms[1])) * output, cell)
 
 
@@ -127,13 +115,13 @@ def _norm(
     return functional.rms_norm(states, states.shape[-1:], weight, EPSILON) + bias
 
 
-class RecurrentHead(nn.Module):
+class RecurrentHead(NamedWeights):
     """Recurrent heads with torch's products, for training and calibration, with the
     interface of a CP head of rank 1.
 
     Args:
         config: of the heads.
-        tensors: by the configuration's names; counts are left out.
+        tensors: by the configuration's names.
     """
 
     rank = 1
@@ -143,33 +131,9 @@ class RecurrentHead(nn.Module):
     def __init__(
         self, config: RecurrentConfig, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        super().__init__()
-        self.settings = config
+        super().__init__(config, tensors)
         self.factors = config.n_predict
         self.positions = config.n_predict + 1
-        weights = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if not config.is_count(name)
-        }
-        self.weights = nn.ParameterDict(
-            {name.replace(".", "/"): nn.Parameter(weights[name]) for name in weights}
-        )
-        # The draft vocabulary in training; None: all tokens
-        self.token_ids: torch.Tensor | None = None
-
-    def named_weights(self) -> dict[str, nn.Parameter]:
-        """The parameters by the configuration's names."""
-        return {
-            name.replace("/", "."): parameter
-            for name, parameter in self.weights.items()
-        }
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint, by name."""
-        return {
-            name: parameter.detach() for name, parameter in self.named_weights().items()
-        }
 
     def read(self, states: TargetStates) -> torch.Tensor:
         """The target's final states [rows, d]."""
@@ -183,14 +147,18 @@ class RecurrentHead(nn.Module):
         self, hidden: torch.Tensor, context: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Log weights of a mixture of one expert: [rows, 1] zeros."""
-        return hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
+        return hidden.new_zeros(
+            len(hidden),
+            1,
+            dtype=torch.float32,
+        )
 
     def recurrence(self) -> Recurrence:
         """The recurrence with the current parameters."""
         return Recurrence(
-            self.settings,
-            self.named_weights(),
-            lambda matrix: lambda x: functional.linear(x, matrix),
+            self.config,
+            self.tensors(),
+            torch_linear,
             lambda _, table: lambda tokens: functional.embedding(tokens, table),
             self.factors,
         )
@@ -200,19 +168,21 @@ class RecurrentHead(nn.Module):
         [rows, d] and tokens.
         """
         recurrence = self.recurrence()
-        dtype = self.named_weights()["head.0.weight"].dtype
-        state = recurrence.start(hidden.to(dtype))
+        state = recurrence.start(hidden.to(self.lm_head(0).dtype))
         outputs = []
         for position in range(self.factors):
-            state = recurrence.advance(position, state, context[:, position])
+            state = recurrence.advance(
+                position,
+                state,
+                context[:, position],
+            )
             outputs.append(state.output)
         return torch.stack(outputs, dim=1)
 
     def lm_head(self, position: int) -> torch.Tensor:
         """The matrix of head 0, 1, ..., [vocabulary or trained tokens, m]."""
-        matrix = self.named_weights()[
-            f"head.{min(position, self.settings.stages - 1)}.weight"
-        ]
+        stage = min(position, self.config.stages - 1)
+        matrix = self.weights[f"head/{stage}/weight"]
         return matrix if self.token_ids is None else matrix[self.token_ids]
 
     def logits(
@@ -223,10 +193,10 @@ class RecurrentHead(nn.Module):
         context: torch.Tensor,
     ) -> torch.Tensor:
         """[rows, factors, 1, vocabulary]; the target's own LM head is not read."""
-        states = self.states(hidden, context).unbind(dim=1)
-        return torch.stack(
-            [functional.linear(s, self.lm_head(i)) for i, s in enumerate(states)], dim=1
-        ).unsqueeze(2)
+        by_position = []
+        for position, states in enumerate(self.states(hidden, context).unbind(dim=1)):
+            by_position.append(functional.linear(states, self.lm_head(position)))
+        return torch.stack(by_position, dim=1).unsqueeze(2)
 
     def log_probs(
         self,
@@ -240,25 +210,15 @@ class RecurrentHead(nn.Module):
         """log P of k tokens per position [rows, factors, k]: [rows, factors, 1, k];
         logits of a chunk exist at once.
         """
-
-        def of_chunk(
-            states: torch.Tensor, index: torch.Tensor, matrix: torch.Tensor
-        ) -> torch.Tensor:
-            logits = functional.linear(states, matrix).float()
-            return logits.gather(1, index) - logits.logsumexp(1, keepdim=True)
-
         by_position = []
         for position, states in enumerate(self.states(hidden, context).unbind(dim=1)):
-            matrix = self.lm_head(position)
-            parts = zip(
-                states.split(chunk), tokens[:, position].split(chunk), strict=True
-            )
-            by_position.append(
-                torch.cat(
-                    [
-                        checkpoint(of_chunk, *part, matrix, use_reentrant=False)
-                        for part in parts
-                    ]
-                )
-            )
+            of_tokens = partial(_log_probs, self.lm_head(position))
+            by_position.append(in_chunks(of_tokens, chunk, states, tokens[:, position]))
         return torch.stack(by_position, dim=1).unsqueeze(2)
+
+
+def _log_probs(
+    lm_head: torch.Tensor, states: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    logits = functional.linear(states, lm_head).float()
+    return logits.gather(1, tokens) - logits.logsumexp(1, keepdim=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unfinished training runs: their locks, the options with which they may continue, and
-checkpoints.
+"""Unfinished training runs: their locks, the options with which they may continue, their
+evaluations, and checkpoints.
 
 accelerate writes a checkpoint; the file of its facts comes last and marks it as
 complete.
@@ -8,7 +8,7 @@ complete.
 
 from __future__ import annotations
 
-import pickle
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +25,6 @@ from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.text import place
-from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
@@ -33,8 +32,52 @@ from vllm_ppd.heads.training.signals import Stopped
 WORK = ".training"  # in the heads folder of an unfinished run
 FACTS = "facts.json"
 BEST = "best.safetensors"  # the weights of the best evaluation
-# A run may continue with these options changed.
-FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
+LEAST = 1e-3  # least relative improvement of the decisive figure that counts
+
+
+class Evaluation(BaseModel):
+    """Held-out loss and readable figures after some steps."""
+
+    step: int
+    loss: float | None  # None if nothing held out counts
+    figures: dict[str, Any]
+    # Greedy drafts per step, teacher-forced; None if not counted
+    accepted: float | None = None
+
+    def is_better_than(self, other: Evaluation | None) -> bool:
+        """Whether more drafts are accepted, or as many at a lower loss; never if the
+        loss is not finite.
+        """
+        if self.loss is None or not math.isfinite(self.loss):
+            return False
+        if other is None or other.loss is None:
+            return True
+        if (
+            self.accepted == other.accepted
+            or self.accepted is None
+            or other.accepted is None
+        ):
+            return self.loss < other.loss - LEAST * abs(other.loss)
+        return self.accepted > other.accepted * (1 + LEAST)
+
+
+class Progress(BaseModel):
+    """The state of a run's evaluations that decides when it stops."""
+
+    best: Evaluation | None = None
+    last: Evaluation | None = None
+    stale: int = 0  # evaluations since the best one
+
+    def take(self, evaluation: Evaluation) -> bool:
+        """Record an evaluation; returns whether it is better than the best before it."""
+        better = evaluation.is_better_than(self.best)
+        self.last = evaluation
+        if better:
+            self.best = evaluation
+            self.stale = 0
+        elif evaluation.loss is not None:
+            self.stale += 1
+        return better
 
 
 class RunFacts(BaseModel):
@@ -48,8 +91,10 @@ class RunFacts(BaseModel):
 
 
 @contextmanager
-def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[Path]:
-    """The folder of checkpoints in the heads folder, locked against other runs.
+def unfinished_run(
+    options: TrainingOptions, processes: Processes
+) -> Iterator[RunFacts]:
+    """The progress of the run in a heads folder, which is locked against other runs.
 
     If a run has several processes, which share the folder, only the main one holds the
     lock.
@@ -63,33 +108,30 @@ def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[P
     out = Path(options.out)
     work = out / WORK
     with writing_folder(out) if processes.is_main_process else nullcontext():
+        if processes.is_main_process:
+            _remove_incomplete(work)
         facts = read_facts(work)
         if facts is None and (out / CONFIG_NAME).exists():
             raise TrainingError(
                 f"--out {str(out)!r} already holds heads or a model; delete it or "
                 "give another folder"
             )
-        if facts is not None:
-            ours = options.essence() | {"processes": processes.num_processes}
-            refuse_other_options(
-                f"--out {str(out)!r} holds an unfinished run",
-                _fixed(facts.options),
-                _fixed(ours),
-                "another folder",
-            )
+        essence = options.essence() | {"processes": processes.num_processes}
+        if facts is None:
+            facts = RunFacts(options=essence)
+        refuse_other_options(
+            f"--out {str(out)!r} holds an unfinished run",
+            facts.options,
+            essence,
+            "another folder",
+        )
         try:
-            yield work
+            yield facts
         except Stopped:
             raise
         except KeyboardInterrupt:
-            facts = read_facts(work)
-            raise Stopped(0 if facts is None else facts.step, options.steps) from None
-
-
-def _fixed(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in options.items() if name not in FREE_TO_CHANGE
-    }
+            saved = read_facts(work)
+            raise Stopped(saved.step if saved else 0, options.steps) from None
 
 
 def latest(work: Path) -> Path | None:
@@ -111,7 +153,7 @@ def read_facts(work: Path) -> RunFacts | None:
         raise _unusable(folder) from None
 
 
-def remove_incomplete(work: Path) -> None:
+def _remove_incomplete(work: Path) -> None:
     """Remove checkpoints that a kill left half written."""
     for folder in work.glob("checkpoints/*"):
         if not (folder / FACTS).exists():
@@ -143,17 +185,9 @@ def load(work: Path, processes: Processes) -> None:
     """
     folder = latest(work)
     assert folder is not None
-    damage = (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        pickle.UnpicklingError,
-        SafetensorError,
-    )
     try:
         processes.load_state(str(folder))
-    except damage:
+    except Exception:  # which one depends on the file and the damage
         raise _unusable(folder) from None
 
 

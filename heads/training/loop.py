@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,27 +22,24 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
-from vllm_ppd.heads.training.checkpoint import WORK, RunFacts, unfinished_run
-from vllm_ppd.heads.training.evaluation import Evaluation, evaluate, evaluated_windows
+from vllm_ppd.heads.training.checkpoint import (
+    WORK,
+    Evaluation,
+    RunFacts,
+    unfinished_run,
+)
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import data_files, provenance
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.signals import Stopped, stop_signals
-from vllm_ppd.heads.training.states import GB, StatesCache, read_target
+from vllm_ppd.heads.training.states import GB, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
 CURVE = "curve.jsonl"  # training loss and held-out figures by step, beside the heads
-POINTS = 500  # most training losses in it
-TIMED = 2  # steps to time; the first is slower
 MakeRecipe = Callable[[Any, Target], Recipe]
-
-
-def say(text: str) -> None:
-    """Print a line to stderr without breaking a bar."""
-    tqdm.write(text, file=sys.stderr)
 
 
 def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str, Any]:
@@ -62,214 +60,188 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
         Stopped: after Ctrl-C or SIGTERM; the last checkpoint is kept.
     """
     # They may be gone at the end
-    files = [file.model_dump() for file in data_files(options.data)]
-    out = Path(options.out)
-    processes = Processes(options.device, out / WORK)
-    with unfinished_run(options, processes) as work:
-        recipe, store = _prepared(
-            options, make or recipe_of(options.kind), processes, work
-        )
-        facts = _Run(options, processes, recipe, store, work).train()
-        if processes.is_main_process:
-            recipe.prepare_output(store, out)
+    files = data_files(options.data)
+    with _begun(options, make) as run:
+        facts = run.train()
+        if run.processes.is_main_process:
+            run.recipe.prepare_output(run.store, run.out)
             facts = provenance(
                 kind=options.kind,
                 options=options.model_dump(mode="json"),
                 data_files=files,
                 **facts,
             )
-            recipe.write(out, json.dumps(facts, indent=2) + "\n")
-            shutil.rmtree(work)
-        processes.wait_for_everyone()
+            run.recipe.write(run.out, json.dumps(facts, indent=2) + "\n")
+            shutil.rmtree(run.work)
+        run.processes.wait_for_everyone()
     return facts
 
 
 class Speed(NamedTuple):
     """The measured speed of a training."""
 
-    # Seconds of an optimiser step, with the target's states from the cache, if any
-    step: float
-    # Seconds to compute a step's states that the cache lacks; 0 without a cache
-    target: float
+    first_step: float  # seconds in the first pass, which fills a cache of states
+    step: float  # seconds in later passes
     steps: float  # in a pass over the data
 
 
 def speed_of(options: TrainingOptions) -> Speed:
-    """Time the first step of a training a few times. No checkpoint is written; tokens
-    and cached states remain.
+    """Time the first steps of a training. No checkpoint is written; tokens and cached
+    states remain.
 
     Raises:
         InUse, TrainingError: as train.
     """
+    with _begun(options) as run:
+        return run.speed()
+
+
+@contextmanager
+def _begun(options: TrainingOptions, make: MakeRecipe | None = None) -> Iterator[Run]:
     processes = Processes(options.device, Path(options.out) / WORK)
-    with unfinished_run(options, processes) as work:
-        recipe, store = _prepared(options, recipe_of(options.kind), processes, work)
-        run = _Run(options, processes, recipe, store, work)
-        step = run.seconds_a_step()
-        started = time.monotonic()
-        if recipe.cache is not None:
-            for batch in run.order.batches(0, 1):
-                read_target(recipe.target, batch.to(processes.device), recipe.reads)
-        if processes.device.type == "cuda":
-            torch.cuda.synchronize(processes.device)
-        target = time.monotonic() - started
-    return Speed(step, target, store.num_windows() / options.batch_size)
+    with unfinished_run(options, processes) as facts:
+        yield Run(options, processes, facts, make or recipe_of(options.kind))
 
 
-def _prepared(
-    options: TrainingOptions, make: MakeRecipe, processes: Processes, work: Path
-) -> tuple[Recipe, TokenStore]:
-    """The recipe with its loaded target, and the data's tokens.
+class Run:
+    """One training run over its steps.
 
     Raises:
         TrainingError: if options, target and data do not fit together.
     """
-    if options.batch_size % (processes.num_processes * options.accumulation):
-        raise TrainingError(
-            f"--batch-size {options.batch_size} is not divisible by "
-            f"{processes.num_processes} processes x {options.accumulation} "
-            "accumulated parts"
-        )
-    if options.patience is not None and options.evaluate_every is None:
-        raise TrainingError(f"--patience {options.patience} needs --evaluate-every")
-    full = getattr(options, "recipe", None) == "full"
-    if full and options.states_cache is not None:
-        raise TrainingError(
-            "--states-cache needs a frozen target, but --recipe full trains it; omit "
-            "one of them"
-        )
-    if processes.is_main_process:
-        say(f"vllm-ppd: loading {options.model}")
-    # The full recipe's updates of the base model are too small for bfloat16.
-    dtype = torch.float32 if full else getattr(torch, options.precision)
-    target = Target(
-        options.model, processes.device, dtype, options.trust_remote_code, full
-    )
-    if target.max_length is not None and options.sequence_length > target.max_length:
-        raise TrainingError(
-            f"--sequence-length {options.sequence_length} is more than the model's "
-            f"{target.max_length} positions"
-        )
-    torch.manual_seed(options.seed)
-    recipe = make(options, target)
-    recipe.check()
-
-    def make_store() -> TokenStore:
-        return TokenStore(
-            work,
-            options.data,
-            target.tokenizer,
-            target.vocab_size,
-            options.held_out,
-            options.sequence_length,
-            options.train_on_prompts,
-        )
-
-    if processes.is_main_process:
-        checkpoint.remove_incomplete(work)
-        make_store()
-    processes.wait_for_everyone()
-    store = make_store()
-    if options.states_cache is not None:
-        most_bytes = int(options.states_cache_gb * GB)
-        folder = Path(options.states_cache)
-        recipe.cache = StatesCache(folder, target, store, recipe.reads, most_bytes)
-    _check_reach(recipe, store, options, processes)
-    return recipe, store
-
-
-def _check_reach(
-    recipe: Recipe, store: TokenStore, options: TrainingOptions, processes: Processes
-) -> None:
-    """Say which parts can be neither learnt nor evaluated.
-
-    Raises:
-        TrainingError: if nothing can be learnt.
-    """
-    instead = "give longer responses"
-    if recipe.reach_option is not None:
-        instead += f", or a smaller {recipe.reach_option}"
-    learnt = {
-        part: store.has_rows("train", length) for part, length in recipe.reach.items()
-    }
-    if not any(learnt.values()):
-        part, length = min(recipe.reach.items(), key=lambda item: item[1])
-        raise TrainingError(
-            f"no window has a response of {length} tokens in a row, which {part} "
-            f"needs to learn; {instead}"
-        )
-    if not processes.is_main_process:
-        return
-    windows = evaluated_windows(store, options)
-    for part, length in recipe.reach.items():
-        row = f"{length} tokens in a row"
-        if not learnt[part]:
-            say(f"vllm-ppd: {part} is not trained: no response has {row}; {instead}")
-        elif not store.has_rows("held_out", length, windows):
-            say(
-                f"vllm-ppd: {part} is not evaluated: no held-out response has {row} "
-                "within --evaluation-tokens; give more of them, or a larger "
-                "--held-out"
-            )
-
-
-class _Run:
-    """One training run over its steps."""
 
     def __init__(
         self,
         options: TrainingOptions,
         processes: Processes,
-        recipe: Recipe,
-        store: TokenStore,
-        work: Path,
+        facts: RunFacts,
+        make: MakeRecipe,
     ) -> None:
         self.options = options
         self.processes = processes
+        self.facts = facts
+        self.out = Path(options.out)
+        self.work = self.out / WORK
+        full = getattr(options, "recipe", None) == "full"
+        self._check_options(full)
+        processes.say(f"loading {options.model}")
+        # The full recipe's updates of the base model are too small for bfloat16.
+        dtype = torch.float32 if full else getattr(torch, options.precision)
+        target = Target(
+            options.model, processes.device, dtype, options.trust_remote_code, full
+        )
+        if target.max_length and options.sequence_length > target.max_length:
+            raise TrainingError(
+                f"--sequence-length {options.sequence_length} is more than the model's "
+                f"{target.max_length} positions"
+            )
+        torch.manual_seed(options.seed)
+        recipe = make(options, target)
+        recipe.check()
         self.recipe = recipe
+        with processes.main_process_first():
+            store = TokenStore(
+                self.work,
+                options.data,
+                target.tokenizer,
+                target.vocab_size,
+                options.held_out,
+                options.sequence_length,
+                options.train_on_prompts,
+            )
         self.store = store
-        self.work = work
+        if options.states_cache is not None:
+            most_bytes = int(options.states_cache_gb * GB)
+            folder = Path(options.states_cache)
+            recipe.cache = StatesCache(folder, target, store, recipe.reads, most_bytes)
+        # An evaluation reads the same ones every time
+        self.held_out_windows = max(
+            1,
+            min(
+                store.num_windows("held_out"),
+                options.evaluation_tokens // store.length,
+            ),
+        )
+        self._check_reach()
         epochs = math.ceil(options.epochs * store.num_windows() / options.batch_size)
         self.steps = options.steps or max(1, epochs)
         self.tokens_a_step = options.batch_size * options.sequence_length
-        same_grid = recipe.cache is not None
-        self.order = Order(store, options.seed, options.batch_size, same_grid)
-        saved = checkpoint.read_facts(work)
-        recipe.begin(store, fresh=saved is None)
+        is_cached = recipe.cache is not None
+        self.order = Order(store, options.seed, options.batch_size, is_cached)
+        recipe.begin(store, fresh=not facts.step)
         groups = recipe.groups(options.learning_rate)
         make_optimizer = Muon if options.optimizer == "muon" else torch.optim.AdamW
         optimizer = make_optimizer(
             groups, betas=options.betas, weight_decay=options.weight_decay
         )
         self.module, self.optimizer = processes.prepare(recipe, optimizer)
-        essence = options.essence() | {"processes": processes.num_processes}
-        self.facts = RunFacts(options=essence)
-        if saved is not None:
-            self._continue(saved)
-        self.saved = self.facts.step
-        self.losses: list[float] = []  # since the curve's last line
+        self.saved = facts.step
+        if facts.step:
+            self._continue()
         if processes.is_main_process:
             self._begin_curve()
 
-    def _continue(self, saved: RunFacts) -> None:
+    def _check_options(self, full: bool) -> None:
+        options = self.options
+        processes = self.processes.num_processes
+        if options.batch_size % (processes * options.accumulation):
+            raise TrainingError(
+                f"--batch-size {options.batch_size} is not divisible by {processes} "
+                f"processes x {options.accumulation} accumulated parts"
+            )
+        if options.patience is not None and options.evaluate_every is None:
+            raise TrainingError(f"--patience {options.patience} needs --evaluate-every")
+        if full and options.states_cache is not None:
+            raise TrainingError(
+                "--states-cache needs a frozen target, but --recipe full trains it; "
+                "omit one of them"
+            )
+
+    def _check_reach(self) -> None:
+        """Say which parts can be neither learnt nor evaluated.
+
+        Raises:
+            TrainingError: if nothing can be learnt.
+        """
+        recipe = self.recipe
+        store = self.store
+        parts = sorted(recipe.reach.items(), key=lambda item: item[1])
+        instead = "give longer responses"
+        if recipe.reach_option is not None:
+            instead += f", or a smaller {recipe.reach_option}"
+        for part, length in parts:
+            row = f"{length} tokens in a row"
+            if not store.has_rows("train", length):
+                if (part, length) == parts[0]:
+                    raise TrainingError(
+                        f"no window has a response of {row}, which {part} needs to "
+                        f"learn; {instead}"
+                    )
+                self.processes.say(
+                    f"{part} is not trained: no response has {row}; {instead}"
+                )
+            elif not store.has_rows("held_out", length, self.held_out_windows):
+                self.processes.say(
+                    f"{part} is not evaluated: no held-out response has {row} within "
+                    "--evaluation-tokens; give more of them, or a larger --held-out"
+                )
+
+    def _continue(self) -> None:
         """Restore the newest checkpoint."""
         checkpoint.load(self.work, self.processes)
         # Learning rates may have been changed.
         groups = self.recipe.groups(self.options.learning_rate)
         for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
             group["peak"] = fresh["peak"]
-        saved.options = self.facts.options
-        self.facts = saved
-        best = saved.held_out.best
-        if best is not None and best.step != checkpoint.best_step(self.work):
+        held_out = self.facts.held_out
+        if held_out.best and held_out.best.step != checkpoint.best_step(self.work):
             # Better weights were kept after this checkpoint; the run finds them again.
-            saved.held_out.best = None
-        if self.processes.is_main_process:
-            tokens = saved.step * self.tokens_a_step
-            say(
-                f"vllm-ppd: {place(self.work.parent)} continues at step {saved.step} "
-                f"of {self.steps}, after {tokens:,} tokens"
-            )
+            held_out.best = None
+        tokens = self.saved * self.tokens_a_step
+        self.processes.say(
+            f"{place(self.out)} continues at step {self.saved} of {self.steps}, after "
+            f"{tokens:,} tokens"
+        )
 
     def train(self) -> dict[str, Any]:
         """Run all remaining steps, and the evaluations before the first and after the
@@ -278,15 +250,11 @@ class _Run:
         options = self.options
         facts = self.facts
         if not facts.step:
-            facts.before = self._evaluate("before").figures
-        progress = tqdm(
+            facts.before = self._judge("before").figures
+        progress = self.processes.bar(
+            f"training {options.kind} heads",
+            self.steps * self.tokens_a_step,
             initial=facts.step * self.tokens_a_step,
-            total=self.steps * self.tokens_a_step,
-            unit=" tokens",
-            unit_scale=True,
-            mininterval=1,
-            desc=f"training {options.kind} heads",
-            disable=not self.processes.is_main_process,
         )
         started = time.monotonic() - facts.seconds
         with progress, stop_signals() as stop:
@@ -301,8 +269,9 @@ class _Run:
                     raise Stopped(facts.step, self.steps)
                 self._update(loss)
                 progress.set_postfix(self._shown(loss))
-                if self._evaluates_now():
-                    self._evaluate(f"step {facts.step}")
+                every = options.evaluate_every or self.steps
+                if facts.step % every == 0 and facts.step < self.steps:
+                    self._judge(f"step {facts.step}")
             self._save()
         facts.seconds = time.monotonic() - started
         after = self._finish()
@@ -319,21 +288,21 @@ class _Run:
             "held_out_after_step": after.step,
         }
 
-    def seconds_a_step(self) -> float:
-        """Time an optimiser step."""
-        seconds = 0.0
-        with tqdm(
-            desc="timing training steps",
-            total=TIMED * self.tokens_a_step,
-            unit=" tokens",
-        ) as bar:
-            for _ in range(TIMED):
-                self.facts.step = 0
+    def speed(self) -> Speed:
+        """Time optimiser steps."""
+        # The first one warms up and caches its states, which the next one reads.
+        steps = (0, 0, 1)
+        seconds = []
+        tokens = len(steps) * self.tokens_a_step
+        with self.processes.bar("timing training steps", tokens) as progress:
+            for step in steps:
+                self.facts.step = step
                 started = time.monotonic()
-                loss, _ = self._loss_and_gradient(bar, [])
+                loss, _ = self._loss_and_gradient(progress, [])
                 self._update(loss)
-                seconds = time.monotonic() - started
-        return seconds
+                seconds.append(time.monotonic() - started)
+        _, later, first = seconds
+        return Speed(first, later, self.store.num_windows() / self.options.batch_size)
 
     def _shown(self, loss: float | None) -> dict[str, str]:
         """The figures of the progress line."""
@@ -341,7 +310,7 @@ class _Run:
         if loss is not None:
             shown["loss"] = f"{loss:.4f}"
         last = self.facts.held_out.last
-        if last is not None and last.accepted is not None:
+        if last and last.accepted is not None:
             shown["accepted"] = f"{last.accepted:.3f}"
         return shown
 
@@ -383,9 +352,7 @@ class _Run:
             progress.update(batch.num_tokens * world)
             if stop and world == 1:
                 break
-        ours = torch.stack(
-            [total, total.new_tensor(parts), total.new_tensor(len(stop))]
-        )
+        ours = torch.stack([total, *total.new_tensor([parts, len(stop)])])
         loss_sum, counted, stops = processes.reduce(ours, "sum").tolist()
         mean = loss_sum / counted if counted else None
         if mean is not None and not math.isfinite(mean):
@@ -415,39 +382,67 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         facts.step += 1
         if loss is not None:
-            self.losses.append(loss)
-        is_point = (
-            facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps
-        )
-        if self.losses and is_point:
-            mean = sum(self.losses) / len(self.losses)
-            self._note(loss=round(mean, 5), rate=round(scale, 5))
-            self.losses = []
+            self._note(loss=round(loss, 5), rate=round(scale, 5))
 
     def _diverged(self, what: str) -> TrainingError:
-        kept = (
-            f"the checkpoint of step {self.saved} is kept"
-            if self.saved
-            else "there is no checkpoint"
-        )
+        kept = "there is no checkpoint"
+        if self.saved:
+            kept = f"the checkpoint of step {self.saved} is kept"
         return TrainingError(
             f"training diverged: the {what} of step {self.facts.step} is not finite; "
             f"{kept}: run the same command with a lower --learning-rate"
         )
 
-    def _evaluates_now(self) -> bool:
-        every = self.options.evaluate_every
+    @torch.no_grad()
+    def evaluate(self, when: str) -> Evaluation:
+        """Loss and figures on held-out windows."""
+        options = self.options
+        processes = self.processes
+        recipe = self.recipe.eval()
+        windows = self.held_out_windows
+        parts = options.accumulation * processes.num_processes
+        size = options.batch_size // parts
+        sums: defaultdict[str, float] = defaultdict(float)
+        total = 0.0
+        tokens = windows * self.store.length
+        with processes.bar(f"evaluating ({when})", tokens, leave=False) as progress:
+            for start in range(0, windows, size):
+                some = range(start, min(start + size, windows))
+                batch = self.store.batch("held_out", some)
+                with processes.arithmetic(options.precision):
+                    loss, counts = recipe.loss(batch.to(processes.device))
+                total += float(loss) * len(some) / windows
+                for name, value in counts.items():
+                    for index, item in enumerate(value.flatten().tolist()):
+                        key = f"{name}.{index}" if value.dim() else name
+                        sums[key] += item
+                progress.update(batch.num_tokens)
         step = self.facts.step
-        return every is not None and step % every == 0 and step < self.steps
+        if not sums:
+            return Evaluation(step=step, loss=None, figures={})
+        figures = recipe.summary(sums)
+        accepted = [sums[name] for name in sums if name.startswith("accepted.")]
+        shares = [count / sums["accepted_of"] for count in accepted]
+        # The mean over all processes, which must agree on when to stop.
+        totals = torch.tensor(
+            [total, sum(shares)], dtype=torch.float64, device=processes.device
+        )
+        loss, a_step = processes.reduce(totals, "mean").tolist()
+        if not shares:
+            return Evaluation(step=step, loss=loss, figures=figures)
+        figures["accepted_a_step"] = round(a_step, 4)
+        figures["accepted_by_position"] = [round(share, 4) for share in shares]
+        # A target that is trained, too, is another one in each evaluation: drafts of its
+        # guesses at first are the easiest.
+        decisive = None if recipe.target.trainable else a_step
+        return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)
 
-    def _evaluate(self, when: str) -> Evaluation:
+    def _judge(self, when: str) -> Evaluation:
         """Evaluate the current weights on held-out windows, and keep them if they are
         the best so far.
         """
         facts = self.facts
-        evaluation = evaluate(
-            self.recipe, self.store, self.options, self.processes, facts.step, when
-        )
+        evaluation = self.evaluate(when)
         if evaluation.loss is not None:
             self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
         if facts.held_out.take(evaluation) and self.processes.is_main_process:
@@ -456,17 +451,15 @@ class _Run:
         return evaluation
 
     def _is_flat(self) -> bool:
-        return (
-            self.options.patience is not None
-            and self.facts.held_out.stale >= self.options.patience
-        )
+        patience = self.options.patience
+        return patience is not None and self.facts.held_out.stale >= patience
 
     def _finish(self) -> Evaluation:
         """The last evaluation; restore the best weights and return their evaluation."""
         facts = self.facts
         last = facts.held_out.last
         if last is None or last.step != facts.step:
-            last = self._evaluate("after")
+            last = self._judge("after")
         best = facts.held_out.best
         if best is not None and best.step < facts.step:
             checkpoint.load_best(self.work, self.recipe)
@@ -475,22 +468,23 @@ class _Run:
 
     def _begin_curve(self) -> None:
         """Begin the file of the curve, or drop what was written after the checkpoint."""
-        path = self.work.parent / CURVE
-        lines: list[str] = []
-        if self.facts.step and path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if json.loads(line)["step"] <= self.facts.step]
-        path.write_text("".join(kept))
+        path = self.out / CURVE
+        kept = ""
+        if self.saved and path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                if json.loads(line)["step"] <= self.saved:
+                    kept += line
+        path.write_text(kept)
 
     def _note(self, **figures: Any) -> None:
-        """Append a line to the curve: `loss`, the mean since the last such line,
-        with `rate`, the factor on the peak learning rates; or `held_out_loss` and
+        """Append a line to the curve: `loss` of a step, with `rate`, the factor on the
+        peak learning rates; or `held_out_loss` and
         `held_out`, figures by name as in provenance.json."""
         if not self.processes.is_main_process:
             return
         step = self.facts.step
         line = {"step": step, "tokens": step * self.tokens_a_step, **figures}
-        with (self.work.parent / CURVE).open("a") as file:
+        with (self.out / CURVE).open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def _save(self) -> None:

@@ -71,7 +71,7 @@ class Muon(torch.optim.AdamW):
                     "momentum_buffer": torch.zeros_like(stack),
                 }
             tensors = (stack.detach(), stack.grad, state["momentum_buffer"])
-            stacked = (t.flatten(0, -3) if t.dim() > 2 else t[None] for t in tensors)
+            stacked = (t.reshape(-1, *t.shape[-2:]) for t in tensors)
             for matrix, gradient, buffer in zip(*stacked, strict=True):
                 parameter = nn.Parameter(matrix)
                 parameter.grad = gradient

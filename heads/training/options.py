@@ -16,7 +16,7 @@ from vllm_ppd.heads.text import COMMAS
 class TrainingOptions(BaseModel):
     """Options that all kinds of heads share."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True)
     kind: ClassVar[str]
 
     model: str = Field(
@@ -151,6 +151,9 @@ class TrainingOptions(BaseModel):
             "evaluation_tokens",
             "license",
             "states_cache_gb",
+            "learning_rate",
+            "base_learning_rate",
+            "stem_learning_rate",
         }
         options = self.model_dump(mode="json", exclude=free)
         # Without a cache, the windows of later epochs start elsewhere.

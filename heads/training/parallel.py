@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
 
@@ -59,7 +61,6 @@ class Processes(Accelerator):
     def __init__(self, device: str, folder: Path) -> None:
         alone = device_of(device)
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        self._alone = None if several else alone
         # It warns whenever a checkpoint replaces another.
         logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
         super().__init__(
@@ -69,13 +70,28 @@ class Processes(Accelerator):
                 str(folder), automatic_checkpoint_naming=True, total_limit=2
             ),
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self._alone or self.state.device
+        if not several:
+            self.state.device = alone
 
     def arithmetic(self, precision: str) -> Any:
         """A context of bfloat16 arithmetic if that is the precision."""
         return torch.autocast(
             self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line to stderr without breaking a bar."""
+        if self.is_main_process:
+            tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)
+
+    def bar(self, name: str, tokens: int, **settings: Any) -> tqdm:
+        """A progress bar of tokens."""
+        return tqdm(
+            desc=name,
+            total=tokens,
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=1,
+            disable=not self.is_main_process,
+            **settings,
         )

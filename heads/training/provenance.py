@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import first_problem, named, read_json_object
+from vllm_ppd.heads.files import named, read_json_object
+from vllm_ppd.heads.text import first_problem
 
 NAME = "provenance.json"
-LONGEST = 16 << 20  # bytes
 PACKAGES = (
     "vllm-ppd",
     "vllm",
@@ -39,13 +39,13 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git": _commit(),
-        "versions": versions(),
+        "versions": _versions(),
         "machine": machine(),
         **facts,
     }
 
 
-def versions() -> dict[str, str]:
+def _versions() -> dict[str, str]:
     """Installed versions of the relevant packages and of Python."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
@@ -64,8 +64,7 @@ def machine() -> str:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     on_linux = hasattr(os, "sched_getaffinity")
     count = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count()
-    cores = "1 core" if count == 1 else f"{count} cores"
-    return f"{cores}, {processor()}"
+    return f"{count} cores, {processor()}"
 
 
 def processor() -> str:
@@ -81,26 +80,27 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of a source checkout; None for an installed package."""
+    """The commit of a source checkout, with -dirty after changes; None for an installed
+    package.
+    """
     here = Path(__file__).resolve().parents[2]
     if not (
         here / ".git"
     ).exists():  # a checkout around an installed package is another project's
         return None
     try:
-        run = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here
-        )
+        command = [
+            "git",
+            "describe",
+            "--always",
+            "--dirty",
+            "--abbrev=40",
+            "--exclude=*",
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, cwd=here)
     except OSError:
         return None
     return run.stdout.strip() or None
-
-
-class DataFile(BaseModel):
-    """A file of training data, as `provenance.json` names it."""
-
-    name: str  # without its folder
-    size: int  # bytes
 
 
 class Provenance(BaseModel):
@@ -111,12 +111,11 @@ class Provenance(BaseModel):
     time: str
     tokens: int | None = None
     steps: int | None = None
-    documents_in_data: int | None = None
-    seconds: float | None = None
     held_out_before: dict[str, Any] = Field(default_factory=dict)
     held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
-    data_files: list[DataFile] = Field(default_factory=list)
+    # Names without their folders, and sizes in bytes
+    data_files: list[dict[str, Any]] = Field(default_factory=list)
 
 
 def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
@@ -129,37 +128,20 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
     path = Path(folder) / NAME
     instead = "train the heads again, or delete it"
     try:
-        return Provenance.model_validate(read_json_object(path, LONGEST, instead))
+        return Provenance.model_validate(read_json_object(path, instead))
     except ValidationError as error:
         raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
 
 
-def data_files(paths: Sequence[str | Path]) -> list[DataFile]:
-    """The files behind paths.
+def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """The files behind paths, as `provenance.json` names them.
 
     Raises:
         TrainingError: as expand.
     """
-    return [
-        DataFile(name=file.name, size=file.stat().st_size) for file in expand(paths)
-    ]
+    return [{"name": file.name, "size": file.stat().st_size} for file in expand(paths)]
 
 
-def trained_on(
-    files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]
-) -> list[Path]:
-    """The files that heads were trained on, by name and size, or by path if these are
-    not known.
-
-    Args:
-        files: to look up.
-        known: of the heads' provenance.
-        paths: the data paths of their training, relative to the folder in which it ran.
-    """
-    if known:
-        sizes = {(file.name, file.size) for file in known}
-        return [file for file in files if (file.name, file.stat().st_size) in sizes]
-    places = {Path(path).resolve() for path in paths}
-    return [
-        file for file in files if places & {file.resolve(), *file.resolve().parents}
-    ]
+def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
+    """The names of the files that heads were trained on, which have equal sizes."""
+    return [file["name"] for file in data_files(paths) if file in facts.data_files]

@@ -14,10 +14,11 @@ from torch import nn
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import first_problem, write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
-from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
+from vllm_ppd.heads.text import first_problem
+from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
@@ -85,7 +86,9 @@ class Recipe(nn.Module, ABC):
         Cached states are rounded to bfloat16 and returned in the target's dtype;
         `top_log_probs` to float16.
         """
-        return read_target(self.target, batch, self.reads, self.cache)
+        if self.cache is not None and batch.windows:
+            return self.cache.states(batch)
+        return self.target.run(batch, *self.reads)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
         """Rows to learn from: in training a share of the known ones, drawn anew each
@@ -100,11 +103,8 @@ class Recipe(nn.Module, ABC):
         """
         rows = known.nonzero().squeeze(1)
         if self.training and share < 1:
-            rows = rows[
-                torch.randperm(len(rows), device=rows.device)[
-                    : max(1, round(share * len(rows)))
-                ]
-            ]
+            order = torch.randperm(len(rows), device=rows.device)
+            rows = rows[order[: max(1, round(share * len(rows)))]]
         return rows
 
     def greedy_tokens(self, states: TargetStates, at: torch.Tensor) -> torch.Tensor:
@@ -188,8 +188,16 @@ class HeadsRecipe(Recipe):
             self.target.save(folder / "base")
 
     def check(self) -> None:
+        self.checked_config()
+
+    def checked_config(self) -> Any:
+        """The heads' `config.json`.
+
+        Raises:
+            TrainingError: on options or a target of which no heads can be written.
+        """
         try:
-            self.config()
+            return self.config()
         except ValidationError as error:
             raise TrainingError(
                 "no heads of this model can be written with these options: "

@@ -21,7 +21,6 @@ from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
-from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 FORMAT = 3  # incremented when the same target and tokens give different files
 GB = 1e9
@@ -34,22 +33,6 @@ class Reads(NamedTuple):
     stem: bool = False  # whether the last decoder layer's arguments are needed
     # Number of likeliest next tokens whose log-probabilities are distilled
     top_k: int = 0
-
-
-def read_target(
-    target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None
-) -> TargetStates:
-    """The requested states of the target (TargetStates), from a cache of these reads or
-    by one forward pass.
-    """
-    if cache is not None and batch.windows:
-        return cache.states(batch)
-    states = target.run(batch, reads.exits, reads.stem)
-    if reads.top_k:
-        states.top_ids, states.top_log_probs = top_log_probs(
-            states.final, reads.top_k, target.unembedding, target.bias
-        )
-    return states
 
 
 class StatesCache:
@@ -81,6 +64,7 @@ class StatesCache:
         most_bytes: int,
     ) -> None:
         self.target = target
+        self.store = store
         self.reads = reads
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
@@ -89,8 +73,7 @@ class StatesCache:
         ]
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
-        self._check_room(folder, store, most_bytes)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_room(folder, most_bytes)
 
     def states(self, batch: Batch) -> TargetStates:
         """The states that `reads` names, for windows of the store's grid, as Target.run
@@ -102,10 +85,10 @@ class StatesCache:
         """
         target = self.target
         reads = self.reads
-        layers = {layer: f"layer-{layer}" for layer in self.layers}
+        names = {layer: f"layer-{layer}" for layer in self.layers}
         top_ids = f"top-{reads.top_k}.ids"
         top_log = f"top-{reads.top_k}.log"
-        needed = {"final", *layers.values()}
+        needed = {"final", *names.values()}
         if reads.top_k:
             needed |= {top_ids, top_log}
         paths = [
@@ -115,10 +98,11 @@ class StatesCache:
         stored = [load_file(path) if path.exists() else {} for path in paths]
         missing = [at for at, tensors in enumerate(stored) if needed - tensors.keys()]
         if missing:
-            wanted = Reads(exits=self.layers, top_k=reads.top_k)
-            computed = read_target(target, batch.chosen(missing), wanted)
+            windows = [batch.windows[at] for at in missing]
+            some = self.store.batch(batch.split, windows).to(batch.input_ids.device)
+            computed = target.run(some, self.layers, top_k=reads.top_k)
             rows = {"final": computed.final.bfloat16()}
-            for layer, name in layers.items():
+            for layer, name in names.items():
                 rows[name] = computed.layers[layer].bfloat16()
             if computed.top_ids is not None and computed.top_log_probs is not None:
                 rows[top_ids] = computed.top_ids.int()
@@ -134,35 +118,25 @@ class StatesCache:
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
             # Converted first: autocast to bfloat16 refuses to join float16.
-            return torch.cat([tensors[name].to(dtype) for tensors in stored]).to(
-                batch.input_ids.device
-            )
+            values = torch.cat([tensors[name].to(dtype) for tensors in stored])
+            return values.to(batch.input_ids.device)
 
-        states = TargetStates(final=joined("final", target.dtype))
+        final = joined("final", target.dtype)
+        layers = {layer: joined(name, target.dtype) for layer, name in names.items()}
         with torch.no_grad():
-            for layer in reads.exits:
-                states.layers[layer] = joined(layers[layer], target.dtype)
-                states.exits[layer] = target.norm(states.layers[layer])
-        if reads.stem:
-            hidden = joined(layers[target.num_layers - 1], target.dtype)
-            states.stem = target.stem_call(batch, hidden)
+            states = target.states_of(batch, final, layers, reads.stem)
         if reads.top_k:
             states.top_ids = joined(top_ids, torch.int64)
             states.top_log_probs = joined(top_log, torch.float32)
         return states
 
-    def _check_room(self, folder: Path, store: TokenStore, most_bytes: int) -> None:
-        """Refuse a cache that would not fit, before the first window is computed."""
-        windows = sum(store.num_windows(split) for split in SPLITS)
-        row = (
-            2 * self.target.hidden_size * (1 + len(self.layers)) + 6 * self.reads.top_k
-        )
-        needed = windows * store.length * row
-        others = sum(
-            path.stat().st_size
-            for path in folder.glob("*/*")
-            if path.parent != self.folder
-        )
+    def _check_room(self, folder: Path, most_bytes: int) -> None:
+        """Make the folder, or refuse a cache that would not fit."""
+        windows = sum(self.store.num_windows(split) for split in SPLITS)
+        states = 2 * self.target.hidden_size * (1 + len(self.layers))
+        needed = windows * self.store.length * (states + 6 * self.reads.top_k)
+        files = [path for path in folder.glob("*/*") if path.parent != self.folder]
+        others = sum(path.stat().st_size for path in files)
         if needed + others > most_bytes:
             raise TrainingError(
                 f"--states-cache needs {needed / GB:.2f} GB besides the "
@@ -170,11 +144,9 @@ class StatesCache:
                 f"allows {most_bytes / GB:g}; raise it, or delete old folders in "
                 f"{place(folder)}"
             )
-        there = next(
-            path for path in (folder, *folder.resolve().parents) if path.is_dir()
-        )
-        free = shutil.disk_usage(there).free
-        if needed > free and not self.folder.exists():
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
                 f"--states-cache needs {needed / GB:.2f} GB, but the disk of "
                 f"{place(folder)} has {free / GB:.2f} GB free; give another folder, "

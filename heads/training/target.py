@@ -19,7 +19,7 @@ from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.unembedding_loss import token_log_probs
+from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
@@ -143,61 +143,77 @@ class Target:
         self.name = str(folder.resolve())
 
     def run(
-        self, batch: Batch, exits: Sequence[int] = (), stem: bool = False
+        self,
+        batch: Batch,
+        exits: Sequence[int] = (),
+        stem: bool = False,
+        top_k: int = 0,
     ) -> TargetStates:
         """One forward pass over packed windows, hidden states flattened to rows.
 
         Args:
             batch: the windows.
             exits: layer counts after which to return the state, normed and not.
-            stem: keep the call of the last decoder layer, for heads that run beside it.
+            stem: return the arguments of the last decoder layer, for heads that run
+                beside it.
+            top_k: number of likeliest next tokens to return.
         """
         caught: dict[int, torch.Tensor] = {}
-        states = TargetStates(final=torch.empty(0))
+        before_stem = {self.num_layers - 1} if stem else set()
         with (
             ExitStack() as hooks,
             torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
         ):
-            for layer in exits:
-                hooks.callback(
-                    self.layers[layer - 1]
-                    .register_forward_hook(_catch(caught, layer))
-                    .remove
-                )
-            if stem:
-                hooks.callback(self._keep_stem(states).remove)
+            for layer in before_stem.union(exits):
+                hook = _catch(caught, layer)
+                handle = self.layers[layer - 1].register_forward_hook(hook)
+                hooks.callback(handle.remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            states.final = output.last_hidden_state.flatten(0, 1)
-            states.layers = {layer: caught[layer].flatten(0, 1) for layer in exits}
-            states.exits = {
-                layer: self.norm(hidden) for layer, hidden in states.layers.items()
-            }
+            layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
+            final = output.last_hidden_state.flatten(0, 1)
+            states = self.states_of(batch, final, layers, stem)
+        if top_k:
+            states.top_ids, states.top_log_probs = top_log_probs(
+                states.final, top_k, self.unembedding, self.bias
+            )
         return states
 
-    @torch.no_grad()
-    def stem_call(
+    def states_of(
+        self,
+        batch: Batch,
+        final: torch.Tensor,
+        layers: dict[int, torch.Tensor],
+        stem: bool,
+    ) -> TargetStates:
+        """All states that `run` returns, from the final ones and those after layers."""
+        exits = {layer: self.norm(hidden) for layer, hidden in layers.items()}
+        states = TargetStates(final, exits, layers)
+        if stem:
+            states.stem = self._stem(batch, layers[self.num_layers - 1])
+        return states
+
+    def _stem(
         self, batch: Batch, hidden: torch.Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the last decoder layer's call, from the states before it; no
-        layer runs.
-
-        Args:
-            batch: the windows.
-            hidden: [rows, hidden], states after all layers but the last.
+        """The arguments of the last decoder layer's call, from the states [rows, hidden]
+        before it; no layer runs.
         """
-        states = TargetStates(final=torch.empty(0))
+        calls: list[Any] = []
+        # The model's forward pass makes masks and rotary embeddings. Its layers pass on
+        # these states instead of their input, as some families scale embeddings first
+        # (Granite).
+        embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
+
+        def passed_on(*args: Any, **kwargs: Any) -> torch.Tensor:
+            calls.append((args, kwargs))
+            return embeddings
+
         with ExitStack() as undo:
-            # The model's forward pass makes masks and rotary embeddings. Its layers
-            # pass on these states instead of their input, as some families scale
-            # embeddings first (Granite).
-            embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             for layer in self.layers:
-                layer.forward = lambda *_, **__: embeddings
+                layer.forward = passed_on
                 undo.callback(layer.__dict__.pop, "forward")
-            undo.callback(self._keep_stem(states).remove)
             self.base(inputs_embeds=embeddings, **self._places(batch))
-        assert states.stem is not None
-        return states.stem
+        return calls[-1]
 
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""
@@ -213,12 +229,6 @@ class Target:
             )
         return places
 
-    def _keep_stem(self, states: TargetStates) -> Any:
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states.stem = (args, kwargs)
-
-        return self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
-
     def digest(self) -> str:
         """A hash of what states depend on: names, shapes, dtypes and sampled values of
         all parameters.
@@ -226,7 +236,8 @@ class Target:
         digest = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
-            sampled = values[:: max(1, len(values) // SAMPLED_VALUES)].float().cpu()
+            step = max(1, len(values) // SAMPLED_VALUES)
+            sampled = values[::step].float().cpu()
             digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
             digest.update(sampled.numpy().tobytes())
         return digest.hexdigest()

@@ -5,12 +5,11 @@ grow with the corpus.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ import torch
 from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
-from vllm_ppd.heads.data.documents import NO_RESPONSE, Documents
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.data.records import Document
-from vllm_ppd.heads.data.special_tokens import control_tokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
 
@@ -32,6 +30,7 @@ TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)
 NAME = "tokens.json"  # describes the data of the token files next to it
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
 LOOKED_AT = 16  # windows at once
+COUNTED = 1 << 20  # tokens at once
 FORMAT = 6  # of token files: incremented when the same data is stored differently
 
 
@@ -79,26 +78,11 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        counted = None if self.counted is None else self.counted.to(device)
-        return Batch(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            self.split,
-            self.windows,
-            counted,
-        )
-
-    def chosen(self, places: Sequence[int]) -> Batch:
-        """Some of the batch's windows, by index."""
-        index = torch.as_tensor(places, device=self.input_ids.device)
-        windows = tuple(self.windows[i] for i in places) if self.windows else ()
-        counted = None if self.counted is None else self.counted[index]
-        return Batch(
-            self.input_ids[index],
-            self.position_ids[index],
-            self.split,
-            windows,
-            counted,
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            position_ids=self.position_ids.to(device),
+            counted=None if self.counted is None else self.counted.to(device),
         )
 
 
@@ -141,46 +125,51 @@ class TokenStore:
         length: int,
         train_on_prompts: bool = False,
     ) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.held_out = held_out
         self.length = length
-        documents = Documents(data, lambda: tokenizer, by_answer=not train_on_prompts)
-        key = _key(documents, tokenizer, vocab_size, held_out, train_on_prompts)
-        manifest = _manifest(folder, key)
-        if manifest is None:
+        self.train_on_prompts = train_on_prompts
+        documents = Documents(data, tokenizer, by_answer=not train_on_prompts)
+        key = self._key(documents.files)
+        try:
+            manifest = Manifest.model_validate_json((folder / NAME).read_bytes())
+        except (OSError, ValidationError):
+            manifest = None
+        if manifest is None or manifest.key != key:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / NAME).unlink(missing_ok=True)
-            _write_tokens(
-                folder, documents, tokenizer, vocab_size, held_out, train_on_prompts
-            )
-            _balance(folder, documents, length)
+            self._write(documents)
+            self._balance(documents)
             manifest = Manifest(
                 key=key, documents=documents.count, skipped=documents.skipped
             )
             write_text(folder / NAME, manifest.model_dump_json())
         self.manifest = manifest
-        self.tokens: dict[str, np.ndarray] = {}  # of each split, [tokens] TOKEN
-        self.starts: dict[
-            str, np.ndarray
-        ] = {}  # of each split, [documents] index of the first token
+        # Of each split: [tokens] TOKEN, and [documents] the index of the first token
+        self.tokens: dict[str, np.ndarray] = {}
+        self.starts: dict[str, np.ndarray] = {}
         for split in SPLITS:
-            tokens = _mapped(folder / f"{split}.tokens")
-            if len(tokens) < length + 1:
+            count = self._count(split)
+            if count < length + 1:
                 raise TrainingError(
-                    f"the data holds {len(tokens)} {split.replace('_', '-')} tokens, "
+                    f"the data holds {count} {split.replace('_', '-')} tokens, "
                     f"but a window needs {length}; give more data, or a smaller "
                     "--sequence-length"
                 )
-            self.tokens[split] = tokens
-            self.starts[split] = np.flatnonzero(tokens["begins"])
-        if not self.tokens["train"]["counted"].any():
-            raise TrainingError(
-                "no token to train on belongs to a response; give data with "
-                "responses, or --train-on-prompts"
-            )
+            self.tokens[split] = np.memmap(self._path(split), TOKEN, "r")
+            self.starts[split] = np.flatnonzero(self.tokens[split]["begins"])
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
 
-    def has_rows(self, split: str, ahead: int, windows: int | None = None) -> bool:
+    def has_rows(
+        self,
+        split: str,
+        ahead: int,
+        windows: int | None = None,
+    ) -> bool:
         """Whether any of the first windows (None: of all) has so many tokens in a row
         that count.
         """
@@ -191,59 +180,129 @@ class TokenStore:
                 return True
         return False
 
-    def batch(
-        self, split: str, windows: Sequence[int], shifts: Sequence[int] = ()
-    ) -> Batch:
-        """Windows of a split.
+    def batch(self, split: str, windows: Sequence[int]) -> Batch:
+        """Windows of a split, by their numbers."""
+        return self.windows_at(split, [window * self.length for window in windows])
 
-        Args:
-            split: whose windows.
-            windows: their numbers.
-            shifts: tokens by which to move each window, wrapping at the end (none: on
-                the grid).
-        """
+    def windows_at(self, split: str, begins: Sequence[int]) -> Batch:
+        """Windows of a split, by the indices of their first tokens."""
         tokens = self.tokens[split]
         starts = self.starts[split]
-        last = len(tokens) - self.length
-        moved = itertools.zip_longest(windows, shifts, fillvalue=0)
-        begins = np.array(
-            [(window * self.length + shift) % (last + 1) for window, shift in moved]
-        )[:, None]
-        places = begins + np.arange(self.length)
-        rows = tokens[places]
-        document_starts = starts[np.searchsorted(starts, places, side="right") - 1]
+        firsts = np.array(begins)[:, None]
+        indices = firsts + np.arange(self.length)
+        rows = tokens[indices]
+        document_starts = starts[np.searchsorted(starts, indices, side="right") - 1]
+        counted = rows["counted"]
+        on_grid = all(begin % self.length == 0 for begin in begins)
         return Batch(
             torch.from_numpy(rows["id"].astype(np.int64)),
-            torch.from_numpy(places - np.maximum(document_starts, begins)),
+            torch.from_numpy(indices - np.maximum(document_starts, firsts)),
             split,
-            () if any(shifts) else tuple(windows),
-            None if rows["counted"].all() else torch.from_numpy(rows["counted"].copy()),
+            tuple(begin // self.length for begin in begins) if on_grid else (),
+            None if counted.all() else torch.from_numpy(counted.copy()),
         )
 
-    def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
-        """How often each token occurs among those counted in the loss: [vocabulary] int32."""
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token occurs among those counted in the training loss:
+        [vocabulary] int32.
+        """
+        tokens = self.tokens["train"]
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for ids in itertools.chain.from_iterable(self.responses(split)):
-            counts += np.bincount(ids, minlength=vocab_size)
+        for start in range(0, len(tokens), COUNTED):
+            some = tokens[start : start + COUNTED]
+            counts += np.bincount(some["id"][some["counted"]], minlength=vocab_size)
         return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
 
-    def documents(self, split: str = "train") -> Iterator[np.ndarray]:
-        """The token ids of every document, one after the other."""
-        tokens = self.tokens[split]
-        starts = self.starts[split]
-        for begin, end in itertools.pairwise([*starts, len(tokens)]):
-            yield np.asarray(tokens["id"][begin:end])
-
-    def responses(self, split: str = "train") -> Iterator[list[np.ndarray]]:
-        """The token ids of each document's stretches that count in the loss."""
-        tokens = self.tokens[split]
-        starts = self.starts[split]
-        for begin, end in itertools.pairwise([*starts, len(tokens)]):
+    def responses(self) -> Iterator[list[np.ndarray]]:
+        """The token ids of each training document's stretches that count in the loss."""
+        tokens = self.tokens["train"]
+        for begin, end in itertools.pairwise([*self.starts["train"], len(tokens)]):
             rows = tokens[begin:end]
             edges = np.flatnonzero(
                 np.diff(rows["counted"], prepend=False, append=False)
             )
             yield [rows["id"][first:last] for first, last in edges.reshape(-1, 2)]
+
+    def _path(self, split: str) -> Path:
+        return self.folder / f"{split}.tokens"
+
+    def _count(self, split: str) -> int:
+        return self._path(split).stat().st_size // TOKEN.itemsize
+
+    def _key(self, files: Sequence[Path]) -> str:
+        """A hash of the tokens' sources: the names, sizes and times of the files, and
+        the tokenizer.
+        """
+        stamp = []
+        for file in files:
+            status = file.stat()
+            stamp.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
+        tokenizer = self.tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        words = backend.to_str() if backend is not None else len(tokenizer)
+        template = getattr(tokenizer, "chat_template", None)
+        settings = [self.held_out, self.vocab_size, words, template]
+        return digest_of_value([FORMAT, stamp, *settings, self.train_on_prompts])
+
+    def _write(self, documents: Documents) -> None:
+        """Tokenise all documents into the two files."""
+        end = self.tokenizer.eos_token_id
+        control = control_tokens(self.tokenizer)
+        train, held_out = map(self._path, SPLITS)
+        with train.open("wb") as train_file, held_out.open("wb") as held_out_file:
+            file = train_file
+            for document in tqdm(
+                documents.tokens(), desc="tokenising", unit=" documents", mininterval=1
+            ):
+                ids = document.ids or []
+                if _needs_end(document, end, control):
+                    ids = [*ids, end]
+                check_vocabulary(ids, self.vocab_size)
+                tokens = np.zeros(len(ids), TOKEN)
+                tokens["id"] = ids
+                tokens["counted"] = True
+                tokens["begins"][:1] = True
+                if document.mask is not None and not self.train_on_prompts:
+                    tokens["counted"][: len(document.mask)] = document.mask
+                if not document.continues:
+                    is_held_out = _fraction_of(document) < self.held_out
+                    file = held_out_file if is_held_out else train_file
+                file.write(tokens.tobytes())
+
+    def _balance(self, documents: Documents) -> None:
+        """Move tokens between the files where the prompts' hashes held out too many or
+        too few.
+
+        Raises:
+            TrainingError: if there are no tokens at all.
+        """
+        train, held_out = map(self._path, SPLITS)
+        counts = [self._count(split) for split in SPLITS]
+        if not any(counts):
+            skips = f"; {documents.skips()}" if documents.skipped else ""
+            raise TrainingError(
+                f"the data is empty ({len(documents.files)} files{skips}); give .jsonl "
+                "or text files with texts or responses, or --train-on-prompts"
+            )
+        if counts[1] > counts[0]:  # most records have one prompt
+            swapped = train.with_suffix(".swapped")
+            train.rename(swapped)
+            held_out.rename(train)
+            swapped.rename(held_out)
+        if min(counts) <= self.length:
+            # Too few whole documents are held out: add the tail of the others. It begins
+            # with a document if there are several.
+            tokens = np.memmap(train, TOKEN, "r")
+            half = len(tokens) // 2
+            cut = len(tokens) - min(half, self.length + 1)
+            starts = np.flatnonzero(tokens["begins"][: cut + 1])
+            if starts[-1] >= half:
+                cut = int(starts[-1])
+            tail = np.array(tokens[cut:])
+            tail["begins"][:1] = True
+            with held_out.open("ab") as file:
+                file.write(tail.tobytes())
+            os.truncate(train, cut * TOKEN.itemsize)
 
 
 class Order:
@@ -261,110 +320,36 @@ class Order:
         self.seed = seed
         self.batch_size = batch_size
         self.same_grid = same_grid
-        self._permutation: tuple[int, torch.Tensor] | None = None
 
     def batches(
         self, step: int, parts: int, rank: int = 0, world: int = 1
     ) -> Iterator[Batch]:
         """The step's windows in `parts` batches, of which a process computes every world-th."""
         size = self.batch_size // parts
-        windows = [
-            self._window(step * self.batch_size + i) for i in range(self.batch_size)
-        ]
-        for start in range(rank * size, parts * size, world * size):
-            numbers, shifts = zip(*windows[start : start + size], strict=True)
-            yield self.store.batch("train", numbers, shifts)
+        for part in range(step * parts + rank, (step + 1) * parts, world):
+            begins = [self._begin(part * size + i) for i in range(size)]
+            yield self.store.windows_at("train", begins)
 
-    def _window(self, index: int) -> tuple[int, int]:
-        """(window number, shift in tokens)."""
-        epoch, place = divmod(index, self.store.num_windows())
-        if self._permutation is None or self._permutation[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._permutation = (
-                epoch,
-                torch.randperm(self.store.num_windows(), generator=generator),
-            )
-        shift = 0 if self.same_grid else epoch * SHIFT % self.store.length
-        return int(self._permutation[1][place]), shift
+    def _begin(self, index: int) -> int:
+        """The first token of a window."""
+        store = self.store
+        epoch, place = divmod(index, store.num_windows())
+        order = _permutation(store.num_windows(), self.seed * 1_000_003 + epoch)
+        shift = 0 if self.same_grid else epoch * SHIFT % store.length
+        begin = int(order[place]) * store.length + shift
+        return begin % (len(store.tokens["train"]) - store.length + 1)
 
 
-def _write_tokens(
-    folder: Path,
-    documents: Documents,
-    tokenizer: Any,
-    vocab_size: int,
-    held_out: float,
-    train_on_prompts: bool,
-) -> None:
-    """Tokenise all documents into the two files."""
-    end = tokenizer.eos_token_id
-    control = control_tokens(tokenizer)
-    train, held = (folder / f"{split}.tokens" for split in SPLITS)
-    with train.open("wb") as train_file, held.open("wb") as held_file:
-        file = train_file
-        for document in tqdm(
-            documents.tokens(), desc="tokenising", unit=" documents", mininterval=1
-        ):
-            ids = document.ids or []
-            if _needs_end(document, end, control):
-                ids = [*ids, end]
-            check_vocabulary(ids, vocab_size)
-            tokens = np.zeros(len(ids), TOKEN)
-            tokens["id"] = ids
-            tokens["counted"] = True
-            tokens["begins"][:1] = True
-            if document.mask is not None and not train_on_prompts:
-                tokens["counted"][: len(document.mask)] = document.mask
-            if not document.continues:
-                file = held_file if _is_held_out(document, held_out) else train_file
-            file.write(tokens.tobytes())
+@lru_cache(maxsize=1)
+def _permutation(count: int, seed: int) -> torch.Tensor:
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
-def _balance(folder: Path, documents: Documents, length: int) -> None:
-    """Move tokens between the files where the prompts' hashes held out too many or too
-    few.
-
-    Raises:
-        TrainingError: if there are no tokens at all.
-    """
-    train, held = (folder / f"{split}.tokens" for split in SPLITS)
-    trained = len(_mapped(train))
-    held_back = len(_mapped(held))
-    if not trained + held_back:
-        skips = f"; {documents.skips()}" if documents.skipped else ""
-        if NO_RESPONSE in documents.skipped:
-            raise TrainingError(
-                f"no token of the data belongs to a response{skips}; give data with "
-                "responses, or --train-on-prompts"
-            )
-        raise TrainingError(
-            f"the data is empty ({len(documents.files)} files, no text{skips}); give "
-            ".jsonl or text files with text"
-        )
-    if held_back > trained:  # most records have one prompt
-        swapped = train.with_suffix(".swapped")
-        train.rename(swapped)
-        held.rename(train)
-        swapped.rename(held)
-        trained, held_back = held_back, trained
-    if (
-        held_back <= length
-    ):  # too few whole documents were held out: add the training tokens' tail
-        place = trained - min(trained // 2, length + 1)
-        starts = np.flatnonzero(_mapped(train)["begins"][: place + 1])
-        # Documents remain whole if there are several
-        whole = starts[starts >= trained // 2]
-        cut = int(whole[-1]) if len(whole) else place
-        tail = np.array(_mapped(train)[cut:])
-        tail["begins"][:1] = True
-        with held.open("ab") as held_file:
-            held_file.write(tail.tobytes())
-        os.truncate(train, cut * TOKEN.itemsize)
-
-
-def _mapped(path: Path) -> np.ndarray:
-    """The tokens of a file: [tokens] TOKEN."""
-    return np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
+def control_tokens(tokenizer: Any) -> set[int]:
+    """Ids of the tokens that no text has, such as those by which a chat template ends a turn."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id for token_id, token in added.items() if token.special}
+    return special.union(tokenizer.all_special_ids)
 
 
 def _needs_end(document: Document, end: int | None, control: set[int]) -> bool:
@@ -377,56 +362,19 @@ def _needs_end(document: Document, end: int | None, control: set[int]) -> bool:
         control: tokens that no text has.
     """
     ids = document.ids or []
-    mask = document.mask
-    # Many chat templates write a line break after a turn's end.
-    if (
-        end is None
-        or document.cut_off
-        or end in ids[-2:]
-        or not document.ends_with_response
-    ):
+    if end is None or document.cut_off or not document.ends_with_response:
         return False
-    if mask is None:
+    # Many chat templates write a line break after a turn's end.
+    if end in ids[-2:]:
+        return False
+    if document.mask is None:
         return True
-    last = max(
-        (place for place, is_written in enumerate(mask) if is_written), default=-1
-    )
-    return ids[last] not in control
+    written = list(itertools.compress(ids, document.mask))
+    return control.isdisjoint(written[-1:])
 
 
-def _is_held_out(document: Document, share: float) -> bool:
-    """Whether a document is held out, by a hash of its prompt, so that no other answer
-    to it is trained on.
+def _fraction_of(document: Document) -> float:
+    """A hash of what a document answers, in [0, 1): equal for all answers to a prompt,
+    so that none of a prompt that is held out is trained on.
     """
-    digest = hashlib.sha256(json.dumps(document.asked).encode()).digest()
-    return int.from_bytes(digest[:4], "big") / 2**32 < share
-
-
-def _manifest(folder: Path, key: str) -> Manifest | None:
-    """The manifest if the token files are complete and of this data; None if they must
-    be written.
-    """
-    try:
-        manifest = Manifest.model_validate_json((folder / NAME).read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return manifest if manifest.key == key else None
-
-
-def _key(
-    documents: Documents,
-    tokenizer: Any,
-    vocab_size: int,
-    held_out: float,
-    train_on_prompts: bool,
-) -> str:
-    """A hash of the tokens' sources: the names, sizes and times of the files, and the tokenizer."""
-    stamp = [
-        [str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns]
-        for f in documents.files
-    ]
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else len(tokenizer)
-    template = getattr(tokenizer, "chat_template", None)
-    facts = [FORMAT, stamp, held_out, vocab_size, words, template, train_on_prompts]
-    return digest_of_value(facts)
+    return int(digest_of_value(document.asked)[:8], 16) / 2**32

@@ -2,7 +2,6 @@
 """Times of kernels, rehearsed on the CPU, and the calls that a step makes."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,29 +17,22 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 4 * 2
     assert all(row["torch"] > 0 and row["verdict"] == "not measured" for row in rows)
-    assert kernels.verdict(10, 8) == "pays: 80% of torch's time"
-    assert kernels.verdict(10, 9) == "does not pay: 90% of torch's time"
 
 
 def test_calls_of_a_step_are_counted_by_kind() -> None:
     """Copies that do not wait are copies; what ran beyond the launches was in graphs."""
-    calls = Counter(
-        {
-            "cudaLaunchKernel": 30,
-            "cuLaunchKernelEx": 12,
-            "cudaGraphLaunch": 4,
-            "cudaEventSynchronize": 2,
-        }
-    )
-    calls += Counter(
-        {
-            "cudaMemcpy": 1,
-            "cudaMemcpyAsync": 9,
-            "cudaStreamSynchronize": 2,
-            "_rejection_kernel": 90,
-        }
-    )
-    calls += Counter({"aten::mm": 70, "cudaMemsetAsync": 3})
+    calls = {
+        "cudaLaunchKernel": 30,
+        "cuLaunchKernelEx": 12,
+        "cudaGraphLaunch": 4,
+        "cudaEventSynchronize": 2,
+        "cudaMemcpy": 1,
+        "cudaMemcpyAsync": 9,
+        "cudaStreamSynchronize": 2,
+        "cudaMemsetAsync": 3,
+        "_rejection_kernel": 90,
+    }
+    calls["aten::mm"] = 70
     assert by_kind(calls) == {
         "launches": 42,
         "copies": 9,

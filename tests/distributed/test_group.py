@@ -5,30 +5,31 @@ token for token.
 
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import preempted
 import pytest
 import tiny
-from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts
-from conftest import DEMO, Factory, counting, end_workers, full_but, start_engine
+from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts, run_arrivals
+from conftest import Factory, counting, end_workers, engines, full_but, start_engine
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
+# The first stage in two stacks: candidates run through two layers, the rest waits for
+# the target's choice.
+CANDIDATES = {
+    "method": "ppd",
+    "candidates": 3,
+    "exit_layer": 4,
+    "num_speculative_tokens": 5,
+    "heads": ("hand-made", {"exit_layers": (4,), "noise": 0.05}),
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "one candidate": {"method": "ppd"},
-    # The first stage in two stacks: candidates run through two layers, the rest waits
-    # for the target's choice.
-    "candidates": {
-        "method": "ppd",
-        "candidates": 3,
-        "exit_layer": 4,
-        "num_speculative_tokens": 5,
-    },
+    "candidates": CANDIDATES,
     "late": {
         "method": "ppd",
         "candidates": 8,
@@ -38,10 +39,26 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Structured output and logprobs: test_prompts_of_one_token_join and
-# test_logprobs_of_some_tokens.
+# Structured output: test_prompts_of_a_single_token_join.
 QUICK = {
-    ("candidates", case) for case in ("batch_1", "batch_16", "arrivals_and_aborts")
+    ("candidates", case)
+    for case in (
+        "batch_1",
+        "batch_16",
+        "model_length",
+        "stop_token_and_eos",
+        "logprobs",
+        "arrivals_and_aborts",
+    )
+}
+
+SETTINGS: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "reasoning_config": ReasoningConfig(
+        reasoning_start_str="<t>", reasoning_end_str="</t>"
+    ),
+    # Too few for the batch that is preempted
+    "num_gpu_blocks_override": 30,
 }
 
 # Prompts that are read in one chunk: all of them start to decode at once.
@@ -49,41 +66,26 @@ SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
 
 
 @pytest.fixture(scope="module")
-def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
-    """group(speculative_config, **settings): an engine of two stages; the same
-    arguments give the same engine.
-    """
-    started: dict[str, Any] = {}
+def group(tiny_model: Factory, with_heads: Factory) -> Iterator[Callable[..., Any]]:
+    """group(options, family, **settings): an engine of two stages."""
+    with engines(tiny_model) as get:
 
-    def get(
-        options: dict[str, Any] | None, family: str = "llama", **settings: Any
-    ) -> Any:
-        key = repr((options, family, sorted(settings.items())))
-        if key not in started:
-            started[key] = start_engine(
-                tiny_model(family), options, pipeline_parallel_size=2, **settings
-            )
-        return started[key]
+        def two_stages(
+            options: dict[str, Any] | None = CANDIDATES,
+            family: str = "llama",
+            **settings: Any,
+        ) -> Any:
+            options = options and with_heads(options, family)
+            settings = {"pipeline_parallel_size": 2, **SETTINGS, **settings}
+            return get(options, family, **settings)
 
-    yield get
-    for llm in started.values():
-        end_workers(llm)
+        yield two_stages
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model: Factory) -> Factory:
-    """plain(model, **settings): vLLM alone on runner V2, the same engine for the same arguments."""
-    started: dict[str, Any] = {}
-
-    def get(model: Path | None = None, **settings: Any) -> Any:
-        key = repr((model, sorted(settings.items())))
-        if key not in started:
-            started[key] = start_engine(
-                model or tiny_model(), None, on_v2=True, **settings
-            )
-        return started[key]
-
-    return get
+def plain(tiny_model: Factory) -> Any:
+    """vLLM alone on runner V2, the reference for seeds and prefixes."""
+    return start_engine(tiny_model(), None, on_v2=True, **SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +97,16 @@ def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["batch_1", "batch_16"])
-def test_same_tokens_as_stages_without_speculation(
-    engine: Factory, group: Factory, case: str
-) -> None:
-    """vLLM's own pipeline of the same split, which an eager CPU engine of 0.32 cannot start."""
-    compiled = {"enforce_eager": False}
-    assert CASES[case](group(VARIANTS["one candidate"], **compiled)) == CASES[case](
-        group(None, **compiled)
-    )
+def test_same_tokens_compiled(alone: Factory, group: Factory, case: str) -> None:
+    llm = group(VARIANTS["one candidate"], enforce_eager=False)
+    assert CASES[case](llm) == alone(case)
 
 
 def test_group_works_in_small_batches_alone(group: Factory) -> None:
     """The suite above would pass without a micro-step: hits and misses of every kind
     must have been seen.
     """
-    llm = group(VARIANTS["candidates"])
+    llm = group()
     # What a step's last frame was too early for comes with the next step
     generate(llm, prompts(1), greedy())
     with counting(llm) as seen:
@@ -120,10 +117,8 @@ def test_group_works_in_small_batches_alone(group: Factory) -> None:
     # no candidates.
     assert seen["group_micro_steps"] == seen["group_tokens"] == 39
     assert hits + misses == 38 and min(hits, misses) > 3
-    assert (seen["group_candidates"], seen["group_candidates_discarded"]) == (
-        3 * 38,
-        3 * 38 - hits,
-    )
+    assert seen["group_candidates"] == 3 * 38
+    assert seen["group_candidates_discarded"] == 3 * 38 - hits
     # Of six layers: two of each candidate, and all of each token but for the two that
     # its candidate has done.
     assert seen["group_first_stage_layers"] == 2 * 3 * 38 + 4 * 39 - 2 * hits
@@ -134,17 +129,14 @@ def test_group_works_in_small_batches_alone(group: Factory) -> None:
     for requests in (SHORT, SHORT[:8]):
         with counting(llm) as seen:
             generate(llm, requests, greedy(12))
-        grown = [
-            seen[f"group_{name}"] > 0 for name in ("micro_steps", "hits", "misses")
-        ]
-        assert grown == [len(requests) <= 8] * 3
+        for name in ("micro_steps", "hits", "misses"):
+            assert (seen[f"group_{name}"] > 0) == (len(requests) <= 8)
 
 
 def test_seeded_requests_draw_as_without_speculation(
-    plain: Factory, group: Factory
+    plain: Any, group: Factory
 ) -> None:
     """A token is drawn once, by vLLM's sampler at its position: with a seed nothing differs."""
-    sampling = {"max_tokens": 30, "ignore_eos": True}
     limits: list[dict[str, Any]] = [
         {"top_p": 0.9},
         {"top_k": 20},
@@ -154,86 +146,41 @@ def test_seeded_requests_draw_as_without_speculation(
         {},
     ]
     params = [
-        SamplingParams(temperature=0.8, seed=i, **sampling, **limit)
-        for i, limit in enumerate(limits)
+        greedy(30, temperature=0.8, seed=i, **limit) for i, limit in enumerate(limits)
     ]
     # Prompts that are read in chunks as well, whose tokens are drawn at the same
     # positions.
     requests = [*SHORT[:4], *prompts(2, 150)]
-    expected = generate(plain(max_num_batched_tokens=512), requests, params)
-    llm = group(VARIANTS["candidates"])
-    with counting(llm) as seen:
-        assert generate(llm, requests, params) == expected
+    with counting(group()) as seen:
+        answers = generate(group(), requests, params)
+    assert answers == generate(plain, requests, params)
     assert seen["group_hits"] > 0 and seen["group_misses"] > 0
 
 
 @pytest.mark.full
-def test_output_with_a_seed_is_vllms_through_preemptions(plain: Factory) -> None:
-    alone = preempted.outputs(plain(DEMO, **preempted.SMALL_KV))
-    options = {"method": "ppd", "candidates": 3, "num_speculative_tokens": 3}
-    llm = start_engine(DEMO, options, pipeline_parallel_size=2, **preempted.SMALL_KV)
-    try:
-        with counting(llm) as seen:
-            preempted.check(preempted.outputs(llm), alone["alone"])
-        assert (
-            seen["group_hits"] > 0
-            and seen["group_misses"] > 0
-            and seen["preempted"] > 6
-        )
-    finally:
-        end_workers(llm)
+def test_output_with_a_seed_is_vllms_through_preemptions(
+    plain: Any, group: Factory
+) -> None:
+    with counting(group()) as seen:
+        answers = preempted.outputs(group())
+    preempted.check(answers, preempted.outputs(plain)["alone"])
+    assert seen["group_hits"] > 0 and seen["group_misses"] > 0
+    assert seen["preempted"] > 6
 
 
 # Two blocks and a token: read again, one token of it is left to compute.
 REPEATED = {"prompt_token_ids": [(11 * i) % 250 + 2 for i in range(65)]}
 SINGLE = {"prompt_token_ids": [77]}
-THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
 
 
-BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
-# Enough for ten requests of two blocks and one of four, and too few for the batch that
-# is preempted
-BLOCKS = 28
-
-
-def _with_prefix_cache(plain: Factory, group: Factory) -> tuple[Any, Any]:
-    """One rank alone and a group, both of which keep prefixes and know where a thought
-    begins and ends.
-
-    Their KV caches are small; the first stage has four of the six layers.
-    """
-    settings: dict[str, Any] = {
-        "enable_prefix_caching": True,
-        "reasoning_config": THOUGHT,
-    }
-    return (
-        plain(kv_cache_memory_bytes=BLOCKS * 6 * BLOCK, **settings),
-        group(
-            VARIANTS["candidates"], kv_cache_memory_bytes=BLOCKS * 4 * BLOCK, **settings
-        ),
-    )
-
-
-def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
+def _joined(llm: Any, running: int, params: SamplingParams) -> dict[str, list[int]]:
     """Prompts with one token to compute that join requests which have decoded for some steps."""
     generate(llm, [REPEATED], greedy(2))
     arrivals = {
         0: [(request, greedy(60)) for request in SHORT[:running]],
         4: [(REPEATED, params), (SINGLE, params)],
     }
-    engine = llm.llm_engine
-    finished = {}
-    added = 0
-    step = 0
-    while step <= max(arrivals) or engine.has_unfinished_requests():
-        for request, settings in arrivals.get(step, ()):
-            engine.add_request(f"joined-{added}", request, settings)
-            added += 1
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        step += 1
-    return [finished[f"joined-{name}"] for name in range(added)]
+    return run_arrivals(llm, arrivals)
 
 
 @pytest.mark.parametrize(
@@ -247,103 +194,80 @@ def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
                 structured_outputs=StructuredOutputsParams(json=SCHEMA),
             ),
         ),
-        (3, greedy(logprobs=2)),
+        (3, greedy(logprob_token_ids=[5, 9])),
         (9, greedy()),
     ],
     ids=["penalties", "structured output", "logprobs", "above the cut-off"],
 )
 def test_prompts_of_a_single_token_join(
-    plain: Factory, group: Factory, running: int, params: SamplingParams
+    plain: Any, group: Factory, running: int, params: SamplingParams
 ) -> None:
     """vLLM would pad such prompts with drafts, which are none of the group's."""
-    alone, stages = _with_prefix_cache(plain, group)
-    with counting(stages) as seen:
-        assert _joined(stages, running, params) == _joined(alone, running, params)
+    with counting(group()) as seen:
+        answers = _joined(group(), running, params)
+    assert answers == _joined(plain, running, params)
     assert (seen["group_micro_steps"] > 0) == (running <= 8)
 
 
-@pytest.mark.full
-def test_logprobs_of_some_tokens(plain: Factory, group: Factory) -> None:
-    """Beside a request that wants none: no step of the batch goes on."""
-    params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
-    results = []
-    for llm in _with_prefix_cache(plain, group):
-        free, asked = (
-            output.outputs[0]
-            for output in llm.generate(SHORT[:2], params, use_tqdm=False)
-        )
-        assert free.logprobs is None and len(asked.logprobs) == 20
-        assert all({5, 9} <= set(at) for at in asked.logprobs)
-        logprobs = [
-            sorted((token, round(entry.logprob, 3)) for token, entry in at.items())
-            for at in asked.logprobs
-        ]
-        results.append((list(free.token_ids), list(asked.token_ids), logprobs))
-    assert results[1] == results[0]
-
-
-@pytest.mark.full
-def test_thinking_budget(plain: Factory, group: Factory) -> None:
+def test_thinking_budget(plain: Any, group: Factory) -> None:
     """Where a budget is spent the end of the thought is forced, in that request and in no other."""
-    alone, stages = _with_prefix_cache(plain, group)
     start, end = (
-        alone.get_tokenizer().encode(text, add_special_tokens=False)
+        plain.get_tokenizer().encode(text, add_special_tokens=False)
         for text in ("<t>", "</t>")
     )
     requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
     params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
-    got = generate(stages, requests, params)
-    assert got == generate(alone, requests, params)
+    got = generate(group(), requests, params)
+    assert got == generate(plain, requests, params)
     ended = [
         any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got
     ]
     assert ended == [False, False, False, True, False]
 
 
-@pytest.mark.full
-def test_prefix_cache_hits(plain: Factory, group: Factory) -> None:
+def test_prefix_cache_hits(plain: Any, group: Factory) -> None:
     """What the group wrote is good for later requests, emitted tokens included."""
-    expected, answers = (
-        after_a_prefix(llm, 5) for llm in _with_prefix_cache(plain, group)
-    )
-    assert answers == expected
+    answers = []
+    for llm in (plain, group()):
+        assert llm.reset_prefix_cache()
+        answers.append(after_a_prefix(llm, 5))
+    assert answers[1] == answers[0]
 
 
-def test_preemption(plain: Factory, group: Factory) -> None:
+def test_preemption(plain: Any, group: Factory) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and
     resumed, candidates and all.
     """
     outputs = []
-    for llm in _with_prefix_cache(plain, group):
-        outputs.append(generate(llm, prompts(8, 90), greedy(100)))
-        assert llm.counts["preempted"] > 0
+    for llm in (plain, group()):
+        with counting(llm) as seen:
+            outputs.append(generate(llm, prompts(8, 90), greedy(100)))
+        assert seen["preempted"] > 0
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.parametrize(
-    "family", full_but((), ["gemma3", "qwen2", "qwen3", "mistral", "phi3"])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gemma3", "qwen2", "qwen3", "mistral", "phi3"])
 def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its
     norms are of another kind.
     """
-    expected = (
-        CASES["batch_1"](engine(family=family)),
-        generate(engine(family=family), prompts(6), greedy()),
-    )
-    llm = group({"method": "ppd", "candidates": 3, "exit_layer": 4}, family=family)
-    with counting(llm) as seen:
-        assert (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())) == expected
+    options = {"method": "ppd", "candidates": 3, "exit_layer": 4}
+    answers = []
+    with counting(group(options, family)) as seen:
+        for llm in (group(options, family), engine(family=family)):
+            batch = generate(llm, prompts(6), greedy())
+            answers.append([CASES["batch_1"](llm), batch])
+    assert answers[0] == answers[1]
     assert seen["group_hits"] > 0
 
 
-def test_heads_on_the_first_stage(
-    alone: Factory, group: Factory, fitted_heads: Factory
-) -> None:
-    """Trained heads are right more often than the bare exit."""
+@pytest.mark.full
+def test_trained_heads_are_right_more_often(alone: Factory, group: Factory) -> None:
     rates = []
-    for heads in ({}, {"model": fitted_heads("early", head="classifier")}):
-        llm = group(VARIANTS["candidates"] | heads)
+    fitted = ("early", {"head": "classifier"})
+    for options in (CANDIDATES, CANDIDATES | {"heads": fitted}):
+        llm = group(options)
         with counting(llm) as seen:
             assert CASES["batch_1"](llm) == alone("batch_1")
         rates.append(seen["group_hits"] / (seen["group_hits"] + seen["group_misses"]))
@@ -355,31 +279,75 @@ def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
     """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to
     the rank of its own number.
     """
-    llm = group(VARIANTS["candidates"], tensor_parallel_size=2)
+    llm = group(tensor_parallel_size=2)
     with counting(llm) as seen:
-        assert [CASES[case](llm) for case in ("batch_1", "arrivals_and_aborts")] == [
-            alone(case) for case in ("batch_1", "arrivals_and_aborts")
-        ]
+        for case in ("batch_1", "arrivals_and_aborts"):
+            assert CASES[case](llm) == alone(case)
     assert seen["group_hits"] > 0
 
 
 @pytest.mark.full
 def test_weights_that_change_reach_both_stages(
-    tiny_model: Factory, engine: Factory, made_once: Factory
+    tiny_model: Factory, engine: Factory, group: Factory, made_once: Factory
 ) -> None:
     """The first stage reads candidates by its copy of the last one's norm and LM head."""
     requests = prompts(4)
     other = made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
-    llm = start_engine(tiny_model(), VARIANTS["late"], pipeline_parallel_size=2)
-    alone = start_engine(other, None)
+    llm = group(VARIANTS["late"], seed=1)  # an engine of its own
+    assert generate(llm, requests, greedy()) == generate(engine(), requests, greedy())
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    llm.reset_prefix_cache()
+    with counting(llm) as seen:
+        said = generate(llm, requests, greedy())
+    assert said == generate(start_engine(other, None), requests, greedy())
+    assert seen["group_hits"] > seen["group_misses"] > 0
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray of this machine with two devices; vLLM's CPU backend has no name for Ray's,
+    so it borrows that of GPUs.
+    """
+    import ray
+    from vllm.platforms.cpu import CpuPlatform
+
+    def name_devices() -> None:  # in the workers; a nested function travels by value
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.ray_device_key = "GPU"
+
+    monkeypatch.setattr(CpuPlatform, "ray_device_key", "GPU")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=2,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        runtime_env={"worker_process_setup_hook": name_devices},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.full
+def test_stages_that_are_rays_actors(
+    tiny_model: Factory, with_heads: Factory, alone: Factory, cluster: None
+) -> None:
+    llm = start_engine(
+        tiny_model(),
+        with_heads(CANDIDATES),
+        pipeline_parallel_size=2,
+        distributed_executor_backend="ray",
+    )
     try:
-        assert generate(llm, requests, greedy()) == generate(
-            engine(), requests, greedy()
-        )
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        executor = llm.llm_engine.engine_core.engine_core.model_executor
+        assert type(executor).__name__ == "RayExecutorV2"
         with counting(llm) as seen:
-            said = generate(llm, requests, greedy())
-        assert said == generate(alone, requests, greedy())
-        assert seen["group_hits"] > seen["group_misses"] > 0
+            for case in ("batch_1", "batch_16", "structured_output"):
+                assert CASES[case](llm) == alone(case)
+        assert seen["accepted"] > 0
+        # They come with the output, from wherever the worker is
+        assert seen["group_hits"] > 0
     finally:
         end_workers(llm)

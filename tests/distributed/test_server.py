@@ -1,45 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server, started as a user would: completions, metrics, the start-up line, bad
-requests, bad starts.
+requests, bad starts, and streams.
+
+Streams of tool calls, reasoning, grammars and thinking budgets do not depend on drafts;
+most are accepted.
 """
 
-import importlib.metadata
+import json
 import os
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import memorized
 import pytest
+from cases import SCHEMA
 from conftest import Factory
 from server import LOGGED, VLLM, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
+DRAFTS = 7
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
+PAIR = {"a": {"type": "integer"}, "b": {"type": "string"}}
+ANSWER = {**SCHEMA, "properties": PAIR, "required": ["a", "b"]}
+JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
 
 @pytest.fixture(scope="module")
 def server(
-    tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory
+    made_once: Factory, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    options = [
-        "--speculative-model",
-        "ppd",
-        "--ppd-exit-layer",
-        "4",
-        "--spec-tokens",
-        "2",
-        "--ppd-adaptive",
-        "false",
-    ]
-    options += [
-        "--chat-template",
-        "{% for message in messages %}{{ message.content }}{% endfor %}",
-    ]
-    running = Server(tiny_model(), log, *options)
+    folder = made_once("memorized", memorized.make)
+    thinking = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
+    options = {
+        "--speculative-model": str(folder / "heads"),
+        "--spec-tokens": str(DRAFTS),
+        "--ppd-adaptive": "false",
+        "--tool-call-parser": "hermes",
+        "--reasoning-parser": "deepseek_r1",
+        "--reasoning-config": json.dumps(thinking),
+        "--max-model-len": "512",
+    }
+    running = Server(
+        folder / "model",
+        tmp_path_factory.mktemp("server") / "log",
+        "--enable-auto-tool-choice",
+        *(word for option in options.items() for word in option),
+    )
     yield running
     running.stop()
+
+
+def grown(server: Server, before: dict[str, float]) -> dict[str, float]:
+    """By how much each series of /metrics has grown."""
+    return {name: value - before[name] for name, value in server.metrics().items()}
 
 
 def test_completion_and_counters(server: Server) -> None:
@@ -47,8 +69,7 @@ def test_completion_and_counters(server: Server) -> None:
     answer = server.complete(prompt=["def a(", "import os", "class B:"]).json()
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
     assert answer["usage"]["completion_tokens"] == 72
-    after = server.metrics()
-    change = {name: after[name] - before.get(name, 0.0) for name in after}
+    change = grown(server, before)
     drafts, drafted, accepted, per_position = (
         change[f"vllm:spec_decode_num_{name}_total"]
         for name in (
@@ -58,7 +79,7 @@ def test_completion_and_counters(server: Server) -> None:
             "accepted_tokens_per_pos",
         )
     )
-    assert 0 < drafts <= drafted <= 2 * drafts
+    assert 0 < drafts <= drafted <= DRAFTS * drafts
     assert 0 < accepted == per_position <= drafted
     # A step that verifies drafts emits what it accepts and one token more; the first
     # token comes from the prompt. Two more steps of a request may be in flight when it
@@ -70,60 +91,29 @@ def test_completion_and_counters(server: Server) -> None:
 
 
 def test_start_up_line(server: Server) -> None:
-    lines = [
-        line
-        for line in server.log.read_text().splitlines()
-        if "vllm-ppd: drafting" in line
-    ]
-    assert len(lines) == 1
-    version = f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}"
+    log = server.log.read_text().splitlines()
+    (line,) = [line for line in log if "vllm-ppd: drafting" in line]
     for part in (
         "method ppd",
-        "exit layer 4 of 6",
-        "no heads",
-        "2 drafts",
+        "exit layer 1 of 2",
+        "heads /",
+        f"{DRAFTS} drafts",
         "batch cut-off: none",
-        version,
+        "; vllm-ppd ",
     ):
-        assert part in lines[0]
+        assert part in line
 
 
 def test_request_switch(server: Server) -> None:
-    drafting = server.complete()
-    before = server.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
+    accepted = "vllm:spec_decode_num_accepted_tokens_total"
+    text = server.complete().json()["choices"][0]["text"]
+    before = server.metrics()
     for value in (False, 0, "false"):
         plain = server.complete(vllm_xargs={"ppd_draft": value})
-        assert (
-            plain.json()["choices"][0]["text"] == drafting.json()["choices"][0]["text"]
-        )
-    assert server.metrics()["vllm:spec_decode_num_accepted_tokens_total"] == before
+        assert plain.json()["choices"][0]["text"] == text
+    assert grown(server, before)[accepted] == 0
     server.complete(vllm_xargs={"ppd_draft": True})
-    assert server.metrics()["vllm:spec_decode_num_accepted_tokens_total"] > before
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (
-            {"vllm_xargs": {"ppd_draft": "maybe"}},
-            "vllm_xargs['ppd_draft']='maybe' is not a boolean",
-        ),
-        (
-            {"vllm_xargs": {"ppd_drafts": False}},
-            "vllm_xargs has no key 'ppd_drafts'; did you mean 'ppd_draft'?",
-        ),
-        ({"min_p": 0.2, "temperature": 1.0}, "min_p"),
-        ({"prompt": "x" * 1000}, "maximum context length"),
-        ({"temperature": -1}, "temperature"),
-    ],
-)
-def test_bad_request_is_400_and_the_server_stays(
-    server: Server, body: dict[str, Any], message: str
-) -> None:
-    answer = server.complete(**body)
-    assert answer.status_code == 400
-    assert message in answer.text
-    assert server.complete(max_tokens=2).status_code == 200
+    assert grown(server, before)[accepted] > 0
 
 
 @pytest.mark.parametrize(
@@ -138,19 +128,24 @@ def test_bad_options_are_refused_before_a_stream_begins(
     server: Server, path: str, body: dict[str, Any]
 ) -> None:
     body = {"model": server.model, "max_tokens": 4, "stream": True, **body}
-    for xargs in (
-        {"ppd_draft": "maybe"},
-        {"PPD_DRAFT": 0},
-        {"ppd_eps_b": 0.5},
-        {"ppd_draft": "x" * 10**6},
+    for options, expected in (
+        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe'"),
+        ({"vllm_xargs": {"ppd_drafts": 0}}, "did you mean 'ppd_draft'?"),
+        ({"vllm_xargs": {"ppd_eps_b": 0.5}}, "vllm_xargs"),
+        ({"vllm_xargs": {"ppd_draft": "x" * 10**6}}, "vllm_xargs"),
     ):
-        answer = server.http.post(path, json={**body, "vllm_xargs": xargs})
+        answer = server.http.post(path, json={**body, **options})
         assert answer.status_code == 400, answer.text[:500]
-        assert "vllm_xargs" in answer.json()["error"]["message"]
-        assert len(answer.json()["error"]["message"]) <= 300
+        message = answer.json()["error"]["message"]
+        assert expected in message and len(message) <= 300
     answer = server.http.post(path, json={**body, "vllm_xargs": {"ppd_draft": False}})
     assert answer.status_code == 200
     assert "error" not in answer.text.replace('"error":null', ""), answer.text[:500]
+
+
+def test_a_sampling_option_that_drafts_exclude_is_refused(server: Server) -> None:
+    answer = server.complete(min_p=0.2, temperature=1.0)
+    assert answer.status_code == 400 and "min_p" in answer.text
 
 
 def test_streamed_and_aborted(server: Server) -> None:
@@ -172,8 +167,9 @@ def test_streamed_and_aborted(server: Server) -> None:
         time.sleep(0.2)
 
 
-def refused(model: Path, *args: str) -> str:
-    command = [*VLLM, "serve", str(model), "--dtype", "float32", *args]
+def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory) -> None:
+    options = ["--speculative-model", "ppd", "--ppd-exit-layer", "9"]
+    command = [*VLLM, "serve", str(tiny_model()), "--dtype", "float32", *options]
     environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=300
@@ -181,25 +177,110 @@ def refused(model: Path, *args: str) -> str:
     assert run.returncode != 0
     assert "Traceback" not in run.stderr, run.stderr[-2000:]
     assert "Loading" not in run.stderr + run.stdout
-    return run.stderr.strip().splitlines()[-1]
+    line = "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers"
+    assert run.stderr.strip().splitlines()[-1] == line
+
+
+# Streams --------------------------------------------------------------------------
+
+
+def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
+    """What the deltas of a streamed answer add up to."""
+    request = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": said}],
+        "temperature": 0,
+        "max_tokens": 160,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **body,
+    }
+    answer: dict[str, Any] = defaultdict(str)
+    with server.http.stream("POST", "/v1/chat/completions", json=request) as stream:
+        assert stream.status_code == 200
+        for line in stream.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            answer["usage"] = event.get("usage") or answer["usage"]
+            for choice in event["choices"]:
+                delta = choice["delta"]
+                answer["reasoning"] += delta.get("reasoning") or ""
+                answer["content"] += delta.get("content") or ""
+                answer["finish"] += choice["finish_reason"] or ""
+                for call in delta.get("tool_calls") or ():
+                    for part in ("name", "arguments"):
+                        text = call["function"].get(part) or ""
+                        answer[f"{part} {call['index']}"] += text
+    return answer
+
+
+def same_with_drafts(server: Server, said: str, **body: Any) -> dict[str, Any]:
+    """A streamed answer, which is the same without drafts."""
+    answer = streamed(server, said, **body)
+    assert answer == streamed(server, said, vllm_xargs={"ppd_draft": False}, **body)
+    return answer
+
+
+def with_most_drafts_accepted(server: Server, said: str, **body: Any) -> dict[str, Any]:
+    """The same, of which more than half of the drafts are accepted."""
+    before = server.metrics()
+    streamed(server, said, **body)
+    change = grown(server, before)
+    accepted = change["vllm:spec_decode_num_accepted_tokens_total"]
+    assert accepted > DRAFTS / 2 * change["vllm:spec_decode_num_drafts_total"]
+    return same_with_drafts(server, said, **body)
 
 
 @pytest.mark.parametrize(
-    ("args", "line"),
+    ("said", "calls"),
     [
-        (
-            ["--speculative-model", "ppd", "--ppd-exit-layer", "9"],
-            "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers",
-        ),
-        pytest.param(
-            ["-sc", '{"method": "ppd", "model": "./no-heads"}'],
-            "vllm-ppd: error: heads folder './no-heads' does not exist; give a "
-            "folder with config.json, or omit",
-            marks=pytest.mark.full,
-        ),
+        ("weather", [{"city": "Zürich", "days": 3}]),
+        ("both", [{"city": "Rome"}, {"city": "Oslo"}]),
     ],
 )
-def test_a_bad_start_ends_in_a_single_line(
-    tiny_model: Factory, args: list[str], line: str
+def test_tool_calls_after_reasoning(
+    server: Server, said: str, calls: list[dict[str, Any]]
 ) -> None:
-    assert refused(tiny_model(), *args) == line
+    answer = with_most_drafts_accepted(server, said, tools=TOOLS)
+    for index, arguments in enumerate(calls):
+        assert answer[f"name {index}"] == "weather"
+        assert json.loads(answer[f"arguments {index}"]) == arguments
+    assert f"name {len(calls)}" not in answer
+    assert answer["reasoning"] and answer["finish"] == "tool_calls"
+
+
+def test_text_after_reasoning(server: Server) -> None:
+    """Its characters of two bytes are never cut."""
+    answer = with_most_drafts_accepted(server, "story")
+    assert answer["reasoning"] == "once upon a time"
+    assert answer["content"] == "There was a café, and it was closed."
+
+
+def test_a_grammar_holds_after_the_reasoning(server: Server) -> None:
+    answer = with_most_drafts_accepted(server, "number", response_format=JSON)
+    assert answer["reasoning"] == "count them all first"
+    assert json.loads(answer["content"]) == {"a": 127, "b": "none of them"}
+
+
+@pytest.mark.parametrize(
+    "grammar", [{}, {"response_format": JSON}], ids=["text", "grammar"]
+)
+def test_a_thinking_budget_ends_within_drafts(
+    server: Server, grammar: dict[str, Any]
+) -> None:
+    """At every place among the drafts of a step."""
+
+    def ask(budget: int) -> dict[str, Any]:
+        limits = {"thinking_token_budget": budget, **grammar}
+        return same_with_drafts(server, "number", **limits)
+
+    with ThreadPoolExecutor() as pool:
+        answers = list(pool.map(ask, range(3, 3 + DRAFTS + 1)))
+    for answer in answers:
+        assert "count them all first".startswith(answer["reasoning"])
+        if grammar and answer["finish"] == "stop":
+            assert set(json.loads(answer["content"])) == {"a", "b"}
+    lengths = [len(answer["reasoning"]) for answer in answers]
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] <= 3 + DRAFTS

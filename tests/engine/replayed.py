@@ -72,7 +72,11 @@ class Recording(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []  # which no other tensor may be taken for
 
     def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         outputs = function(*args, **(kwargs or {}))
         if function.overloadpacket.__name__ == PLANNER:
@@ -91,15 +95,6 @@ class Recording(TorchDispatchMode):
         self.calls.append(again)
         return outputs
 
-    def __enter__(self) -> Any:
-        self._launches = launches_apart(self.calls.append)
-        self._launches.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *reason: Any) -> None:
-        super().__exit__(*reason)
-        self._launches.__exit__(*reason)
-
     def replay(self) -> None:
         for call in self.calls:
             call()
@@ -116,18 +111,19 @@ def _write(outputs: Any, results: Any) -> None:
 
 
 class Replayed:
-    """In place of a speculator's graphs of one kind of drafting."""
+    """In place of a speculator's graphs of greedy drafting."""
 
-    def __init__(self, speculator: Any, kind: Any) -> None:
+    def __init__(self, speculator: Any) -> None:
         self.speculator = speculator
-        self.kind = kind
         self.replays = 0
         self.recorded: dict[int, Recording] = {}
 
     def dispatch(self, num_reqs: int, *_: Any) -> BatchExecutionDescriptor:
         size = next(size for size in SIZES if size >= num_reqs)
         return BatchExecutionDescriptor(
-            CUDAGraphMode.FULL, num_tokens=size, num_reqs=size
+            CUDAGraphMode.FULL,
+            num_tokens=size,
+            num_reqs=size,
         )
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
@@ -139,8 +135,14 @@ class Replayed:
         nobody's.
         """
         for size in SIZES:
-            work = self.speculator._captured(self.kind)(self.dispatch(size), False)
-            with torch.inference_mode(), Recording() as recording:
+            work = self.speculator.prepare_capture(
+                False,
+                self.dispatch(size),
+                warmup=False,
+            )
+            recording = Recording()
+            launches = launches_apart(recording.calls.append)
+            with torch.inference_mode(), launches, recording:
                 work(CUDAGraphMode.FULL)
             self.recorded[size] = recording
 

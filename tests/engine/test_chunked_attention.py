@@ -10,7 +10,6 @@ import pytest
 import tiny
 from cases import generate, greedy
 from conftest import Factory, counting, drafter_of, start_engine
-from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 pytestmark = pytest.mark.engine
@@ -32,35 +31,13 @@ def llama4(made_once: Factory) -> Path:
     )
 
 
-def update(builder: Any, metadata: Any) -> None:
-    """Divide the work by the sequence lengths that a shallow pass has written, as a
-    GPU's backends do.
-    """
-    metadata.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(metadata.seq_lens),
-        num_heads=builder.num_heads,
-        num_kv_heads=builder.num_kv_heads,
-        head_dim=builder.head_dim,
-        seq_lens=metadata.seq_lens,
-        dtype=builder.dtype,
-        query_start_loc=metadata.query_start_loc,
-        causal=metadata.causal,
-        sliding_window_size=builder.window_size,
-        isa=builder.isa,
-        enable_kv_split=True,
-        kv_cache_dtype=builder.kv_cache_dtype,
-    )
-
-
 def test_output_is_vllms_across_chunks(
     llama4: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        CPUAttentionMetadataBuilder, "supports_draft_decode_metadata_update", True
-    )
-    monkeypatch.setattr(
-        CPUAttentionMetadataBuilder, "update_draft_decode_metadata", update
-    )
+    """Metadata are built again for each pass, whatever the builder's base class updates."""
+    builder = CPUAttentionMetadataBuilder
+    monkeypatch.setattr(builder, "supports_draft_decode_metadata_update", True)
+    monkeypatch.setattr(builder, "update_draft_decode_metadata", lambda *_: None)
     requests = [
         {"prompt_token_ids": [(7 * i + j) % 250 + 2 for j in range(20 + 5 * i)]}
         for i in range(2)

@@ -4,6 +4,7 @@ cut as asked.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ PROMPT = list(range(40, 60))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    tiny_model: Factory,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("chatty") / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
@@ -51,33 +55,28 @@ def test_prompts_are_continued_as_asked(
     engine: generation.OfflineEngine, model: Path
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([PROMPT])
-    greedy = target.generate(ids, max_new_tokens=12, do_sample=False)[
-        0, len(PROMPT) :
-    ].tolist()
+    ids = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)
+    greedy = ids[0, len(PROMPT) :].tolist()
     (first,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12))
     (narrow,) = engine.generate([PROMPT], [2], Sampling(1.0, 1e-6, 12))
-    assert first.ids == narrow.ids == greedy
+    assert first.token_ids == narrow.token_ids == greedy
     a, again, b = engine.generate([PROMPT] * 3, [3, 3, 4], Sampling(1.0, 0.95, 12))
-    assert a.ids == again.ids != b.ids
-    assert a.ids != greedy
+    assert a.token_ids == again.token_ids != b.token_ids
+    assert a.token_ids != greedy
 
 
 def test_continuations_end_as_asked(engine: generation.OfflineEngine) -> None:
-    (words,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, wants_text=True))
-    assert (words.finish_reason, len(words.ids)) == ("length", 12)
-    stop = words.ids[4]
+    (words,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, detokenize=True))
+    assert (words.finish_reason, len(words.token_ids)) == ("length", 12)
+    stop = words.token_ids[4]
     text = words.text[4:6]
-    (by_id,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, (stop,)))
-    assert by_id.ids == words.ids[: words.ids.index(stop) + 1]
-    assert by_id.finish_reason == "stop"
+    (by_id,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, [stop]))
+    assert by_id.token_ids == words.token_ids[: words.token_ids.index(stop) + 1]
     (by_text,) = engine.generate(
-        [PROMPT], [1], Sampling(0.0, 1.0, 12, (), text, wants_text=True)
+        [PROMPT], [1], Sampling(0.0, 1.0, 12, stop=[text], detokenize=True)
     )
-    assert (by_text.text, by_text.finish_reason) == (
-        words.text.partition(text)[0],
-        "stop",
-    )
+    assert by_text.text == words.text.partition(text)[0]
+    assert by_id.finish_reason == by_text.finish_reason == "stop"
 
 
 def test_chats_are_answered_and_trained_on(
@@ -95,21 +94,12 @@ def test_chats_are_answered_and_trained_on(
     chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     asked.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
+    flags = ["--batch=4", "--max-length=128", "--max-tokens=24", "--temperature=1"]
+
     def written(name: str, *more: str) -> list[dict[str, Any]]:
         out = tmp_path / name
-        argv = [
-            "data",
-            "--model",
-            str(model),
-            "--out",
-            str(out),
-            "--batch",
-            "4",
-            "--max-length",
-            "128",
-        ]
-        argv += ["--prompts", str(asked), "--max-tokens", "24", "--temperature", "1"]
-        assert main([*argv, *more]) == 0
+        places = [f"--model={model}", f"--out={out}", f"--prompts={asked}"]
+        assert main(["data", *places, *flags, *more]) == 0
         return [json.loads(line) for line in out.read_text().splitlines()]
 
     whole = written("whole.jsonl")
@@ -124,25 +114,9 @@ def test_chats_are_answered_and_trained_on(
     assert written("parts.jsonl", "--number", "2") == whole[:2]
     assert written("parts.jsonl") == whole
     heads = tmp_path / "heads"
-    train = [
-        "train",
-        "early",
-        "--model",
-        str(model),
-        "--data",
-        str(tmp_path / "whole.jsonl"),
-    ]
-    train += [
-        "--steps",
-        "1",
-        "--sequence-length",
-        "64",
-        "--batch-size",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert main([*train, "--out", str(heads)]) == 0
+    places = [f"--model={model}", f"--out={heads}", f"--data={tmp_path}/whole.jsonl"]
+    sizes = ["--steps=1", "--sequence-length=64", "--batch-size=1", "--device=cpu"]
+    assert main(["train", "early", *places, *sizes]) == 0
     assert json.loads((heads / "provenance.json").read_text())["documents_in_data"] == 6
 
 
@@ -150,25 +124,21 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "is_cpu", lambda: True)
-    monkeypatch.setattr(
-        generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False
-    )
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
     monkeypatch.setattr(generation, "cpu_computes_bfloat16", lambda: False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     options = DataOptions(model="any", out="-")
     arguments = generation.engine_arguments(options)
-    assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert arguments["dtype"] == "float32" and "kv_cache_memory_bytes" not in arguments
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    arguments = generation.engine_arguments(
-        options.model_copy(update={"precision": "bfloat16"})
-    )
-    assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
+    options = DataOptions(model="any", out="-", precision="bfloat16")
+    arguments = generation.engine_arguments(options)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
     assert arguments["dtype"] == "bfloat16"
     assert 0 < arguments["kv_cache_memory_bytes"] <= generation.CPU_CACHE
-    arguments = generation.engine_arguments(
-        options.model_copy(update={"kv_cache_gib": 0.5})
-    )
+    options = DataOptions(model="any", out="-", kv_cache_gib=0.5)
+    arguments = generation.engine_arguments(options)
     assert arguments["kv_cache_memory_bytes"] == 1 << 29

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cases import CASES
 from conftest import Factory, drafter_of, start_engine
-from hub import running_hub, use
+from hub import running_hub
 
 pytestmark = pytest.mark.engine
 
@@ -28,15 +28,12 @@ def test_heads_and_target_by_name(
     config = json.loads((heads / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "acme/target"
     (heads / "config.json").write_text(json.dumps(config))
-    with running_hub() as hub:
-        use(hub, tmp_path, monkeypatch)
+    with running_hub(tmp_path, monkeypatch) as hub:
         hub.add("acme/target", tiny_model())
         hub.add("acme/heads", heads, "v1")
         llm = start_engine("acme/heads@v1", None)  # type: ignore[arg-type]
-        assert (
-            drafter_of(llm).config.model
-            == f"acme/heads@{hub.commit('acme/heads', 'v1')}"
-        )
+        commit = hub.commit("acme/heads", "v1")
+        assert drafter_of(llm).config.model == f"acme/heads@{commit}"
         assert llm.llm_engine.vllm_config.model_config.model == "acme/target"
         assert CASES["batch_16"](llm) == expected
         assert llm.counts["accepted"] > 0

@@ -4,11 +4,11 @@
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, full_but, runner_of
+from conftest import Factory, counting, runner_of
 from methods import METHODS
 from test_drafts_that_pay import follow
 
-from vllm_ppd.vllm_plugins.engine.drafter import Drafts, LookedUp
+from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.lookup import LONGEST
 
 pytestmark = pytest.mark.engine
@@ -17,19 +17,19 @@ REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2)]
 PARAMS = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
 
 
-@pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
 @pytest.mark.parametrize("name", METHODS)
 def test_output_is_the_same_and_more_is_accepted(
-    engine: Factory, drafting: Factory, name: str, asynchronous: bool
+    engine: Factory,
+    drafting: Factory,
+    name: str,
 ) -> None:
     """Texts that repeat themselves beside others, greedy and sampled."""
+    expected = generate(engine(on_v2=True), REQUESTS, PARAMS)
     accepted = []
     for options in ({}, LOOKUP):
-        llm = drafting(METHODS[name] | options, async_scheduling=asynchronous)
+        llm = drafting(METHODS[name] | options)
         with counting(llm) as seen:
-            assert generate(llm, REQUESTS, PARAMS) == generate(
-                engine(on_v2=True), REQUESTS, PARAMS
-            )
+            assert generate(llm, REQUESTS, PARAMS) == expected
         accepted.append(seen["accepted"])
     assert accepted[1] > accepted[0]
 
@@ -71,34 +71,31 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
     llm = drafting(METHODS["cp"] | LOOKUP)
     speculator = runner_of(llm).speculator
     states = runner_of(llm).req_states
-    stock = speculator._keep
+    own: list[torch.Tensor] = []
+    propose = speculator.drafter.propose
+    draft = speculator._draft
     rows_seen = [0, 0]
 
-    def keep(drafts: Drafts, looked_up: LookedUp) -> None:
-        stock(drafts, None)
-        requests = len(drafts.token_ids)
-        own_drafts = speculator.draft_tokens[:requests].clone()
-        stock(drafts, looked_up)
-        rows = speculator.staging.rows[:requests].tolist()
-        for row, own, made in zip(
-            rows, own_drafts, speculator.draft_tokens, strict=False
-        ):
-            if row >= 0:
-                text = states.all_token_ids.gpu[
-                    row, : int(states.total_len.gpu[row])
-                ].tolist()
-                match = followed(text, LOOKUP["prompt_lookup_min"])[: len(made)]
-                rows_seen[bool(match)] += 1
-                assert (
-                    made[: len(match)].tolist() == match
-                    if match
-                    else torch.equal(own, made)
-                )
+    def noted(step: DraftInputs) -> Drafts:
+        drafts = propose(step)
+        own[:] = drafts.token_ids
+        return drafts
 
-    monkeypatch.setattr(speculator, "_keep", keep)
-    generate(
-        llm,
-        [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)],
-        greedy(12),
-    )
+    def checked(requests: int, sampled: bool) -> None:
+        draft(requests, sampled)
+        rows = speculator.staging.staged.rows[:requests].tolist()
+        made = speculator.draft_tokens[:requests].tolist()
+        for row, of_method, tokens in zip(rows, own, made, strict=True):
+            if row >= 0:
+                length = int(states.total_len.gpu[row])
+                text = states.all_token_ids.gpu[row, :length].tolist()
+                match = followed(text, LOOKUP["prompt_lookup_min"])[: len(tokens)]
+                rows_seen[bool(match)] += 1
+                expected = match or of_method.tolist()
+                assert tokens[: len(expected)] == expected
+
+    monkeypatch.setattr(speculator.drafter, "propose", noted)
+    monkeypatch.setattr(speculator, "_draft", checked)
+    repeated = {"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}
+    generate(llm, [repeated, *prompts(2)], greedy(12))
     assert min(rows_seen) > 3

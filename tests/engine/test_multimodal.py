@@ -3,13 +3,12 @@
 with sounds and without.
 """
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_multimodal
-from cases import CASES, greedy, prompts
+from cases import CASES, generate, greedy, prompts
 from conftest import Factory, start_engine
 from methods import METHODS
 
@@ -18,26 +17,15 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Factory, made_once: Factory) -> Path:
+    text_model = tiny_model(tiny_multimodal.TEXT)
     return made_once(
-        "multimodal",
-        lambda folder: tiny_multimodal.make(folder, tiny_model(tiny_multimodal.TEXT)),
+        "multimodal", lambda folder: tiny_multimodal.make(folder, text_model)
     )
 
 
 @pytest.fixture(scope="module")
-def started(target: Path, with_heads: Factory) -> Factory:
-    """started(method): an engine; its heads were fitted to the text model that the
-    language model is.
-    """
-
-    @functools.cache
-    def get(method: str | None = None) -> Any:
-        options = None
-        if method is not None:
-            options = with_heads(METHODS[method], tiny_multimodal.TEXT, target)
-        return start_engine(target, options, limit_mm_per_prompt={"audio": 1})
-
-    return get
+def stock(target: Path) -> Any:
+    return start_engine(target, None, limit_mm_per_prompt={"audio": 1})
 
 
 def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
@@ -49,20 +37,24 @@ def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
             "prompt_token_ids": [*ids[:2], tiny_multimodal.AUDIO, *ids[2:]],
             "multi_modal_data": {"audio": tiny_multimodal.sound(seed + i)},
         }
-    outputs = llm.generate(requests, greedy(), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return generate(llm, requests, greedy())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_tokens(started: Factory, method: str) -> None:
-    stock = started()
-    llm = started(method)
+def test_same_tokens(
+    stock: Any,
+    target: Path,
+    with_heads: Factory,
+    method: str,
+) -> None:
+    """The heads were fitted to the text model that the language model is."""
     expected = with_sounds(stock)
-    assert with_sounds(llm) == expected
-    changed = [
-        a != b for a, b in zip(with_sounds(stock, seed=100), expected, strict=True)
-    ]
+    others = zip(with_sounds(stock, seed=100), expected, strict=True)
+    changed = [a != b for a, b in others]
     assert any(changed[::2]) and not any(changed[1::2]), "sounds change nothing"
+    options = with_heads(METHODS[method], tiny_multimodal.TEXT, target)
+    llm = start_engine(target, options, limit_mm_per_prompt={"audio": 1})
+    assert with_sounds(llm) == expected
     assert CASES["batch_16"](llm) == CASES["batch_16"](stock)
     assert llm.counts["accepted"] > 0
 

@@ -11,70 +11,55 @@ from conftest import Factory
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-Rows = list[list[tuple[int, float, int | None]]] | None
+Row = list[tuple[int, float, int | None]]
 
 
 def answers(
-    llm: Any, requests: list[Any], params: list[SamplingParams]
-) -> list[tuple[list[int], Rows]]:
+    llm: Any,
+    requests: list[Any],
+    params: list[SamplingParams],
+) -> list[tuple[list[int], list[Row]]]:
     """Tokens, and a row each of (token, log-probability, rank) of what grammar and
     limits leave possible.
     """
     result = []
     for output in llm.generate(requests, params, use_tqdm=False):
-        chosen = output.outputs[0]
-        rows = None
-        if chosen.logprobs is not None:
-            rows = [
-                sorted(
-                    (token, round(entry.logprob, 3), entry.rank)
-                    for token, entry in at.items()
-                    if entry.logprob > -1e30
-                )
-                for at in chosen.logprobs
-            ]
-            assert len(rows) == len(chosen.token_ids)
-        result.append((list(chosen.token_ids), rows))
+        (answer,) = output.outputs
+        rows = [
+            sorted(
+                (token, round(entry.logprob, 3), entry.rank)
+                for token, entry in at.items()
+                if entry.logprob > -1e30
+            )
+            for at in answer.logprobs or []
+        ]
+        assert len(rows) in (0, len(answer.token_ids))
+        result.append((list(answer.token_ids), rows))
     return result
 
 
-JSON = StructuredOutputsParams(json=SCHEMA)
 CHOSEN = greedy(24, logprob_token_ids=[5, 9])
 MORE = greedy(16, logprob_token_ids=[300, 7, 7, 44, 120, 3])
+GRAMMAR = greedy(
+    40,
+    ignore_eos=False,
+    logprob_token_ids=[35, 36],
+    structured_outputs=StructuredOutputsParams(json=SCHEMA),
+)
+WITHOUT_DRAFTS = greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5])
+BESIDE = [greedy(30, logprobs=3), CHOSEN, greedy(20), MORE, greedy(12, logprobs=0)]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "params",
     [
-        [CHOSEN],
         [greedy(24, logprob_token_ids=[5, 9], logprobs=2)],
-        [greedy(30), CHOSEN, greedy(30)],
-        [greedy(30, logprobs=3), CHOSEN, greedy(20), MORE, greedy(12, logprobs=0)],
-        [
-            greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5]),
-            greedy(24, logprobs=8),
-            CHOSEN,
-        ],
-        [
-            greedy(
-                40,
-                ignore_eos=False,
-                logprob_token_ids=[35, 36],
-                structured_outputs=JSON,
-            ),
-            greedy(30, logprobs=2),
-            MORE,
-        ],
+        BESIDE,
+        [WITHOUT_DRAFTS, greedy(24, logprobs=8), CHOSEN],
+        [GRAMMAR, greedy(30, logprobs=2), MORE],
     ],
-    ids=[
-        "alone",
-        "with logprobs",
-        "beside drafts",
-        "beside logprobs",
-        "without drafts",
-        "structured",
-    ],
+    ids=["with logprobs", "beside logprobs", "without drafts", "structured"],
 )
 def test_as_vllm_alone_gives_them(
     engine: Factory, params: list[SamplingParams]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runner V2 on a machine without a GPU: every Triton kernel runs in
-Triton's interpreter.
+"""Processes in which every Triton kernel runs in Triton's interpreter, on a machine
+without a GPU; and vLLM's model runner V2 in them.
 
 prepare() comes before anything imports vLLM, TRITON_INTERPRET=1 before anything imports
 Triton. Works around what Triton 3.9's interpreter lacks for vLLM's kernels.
@@ -8,12 +8,53 @@ Triton. Works around what Triton 3.9's interpreter lacks for vLLM's kernels.
 
 import functools
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPARISONS = ("create_icmp", "create_fcmp")
+
+
+def run_cases(*arguments: Any) -> None:
+    """Run pytest in a process of its own: the interpreter must be chosen before Triton
+    is imported.
+    """
+    environment = os.environ | {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    if DEVICE == "cpu":
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", *map(str, arguments)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
+
+
+def seeded(
+    heat: list[float], top_k: list[int] | None = None, top_p: list[float] | None = None
+) -> Sampling:
+    """Rows at temperatures and with limits, with seeds of all 64 bits."""
+    rows = len(heat)
+    columns = [heat, top_k or [UNLIMITED] * rows, top_p or [1.0] * rows]
+    generator = torch.Generator().manual_seed(rows)
+    seeds = torch.randint(
+        -(1 << 63), (1 << 63) - 1, (rows,), generator=generator, device="cpu"
+    )
+    return Sampling(
+        *(torch.tensor(column, device=DEVICE) for column in columns),
+        seeds=seeds.to(DEVICE),
+        positions=torch.arange(rows, device=DEVICE) * 1000,
+    )
 
 
 def prepare() -> None:
@@ -62,28 +103,10 @@ def _compare_to_bits() -> None:
 
 
 def _provide_libdevice() -> None:
-    """libdevice's functions do not exist in the interpreter: log1p of the rejection
-    sampler, isnan of a metric.
-    """
-    import numpy as np
-    import triton.language as tl
+    """libdevice's functions do not exist in the interpreter: isnan of a metric."""
     from triton.language.extra import libdevice
-    from triton.runtime.interpreter import TensorHandle
 
-    def log1p(x: Any) -> Any:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return tl.core.tensor(
-                TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type
-            )
-
-    def isnan(x: Any) -> Any:
-        return tl.core.tensor(
-            TensorHandle(np.isnan(x.handle.data), tl.int1),
-            tl.block_type(tl.int1, x.shape),
-        )
-
-    libdevice.log1p = log1p
-    libdevice.isnan = isnan
+    libdevice.isnan = lambda x: x != x
 
 
 def _keep_lookups() -> None:

@@ -9,7 +9,7 @@ from cases import generate, greedy, prompts
 from conftest import DEMO, counting, drafter_of, start_engine
 from waits import watching
 
-from vllm_ppd.kernels.dispatch import SWITCH
+from vllm_ppd.kernels import dispatch
 
 pytestmark = pytest.mark.engine
 HEADS = DEMO.parent / "heads"
@@ -23,6 +23,11 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
 }
+KERNELS = {
+    "cp": {"draft_chain"},
+    "early": {"draw_rows"},
+    "dynamo": {"find_peaks", "back_off", "draw_ngrams"},
+}
 
 
 @functools.cache
@@ -31,16 +36,27 @@ def engine(name: str | None = None) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "always")
+def kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of the kernels that run."""
+    used = set()
+    find = dispatch.namesake
+
+    def noted(reference: Any) -> Any:
+        used.add(reference.__name__)
+        return find(reference)
+
+    monkeypatch.setenv(dispatch.SWITCH, "always")
+    monkeypatch.setattr(dispatch, "namesake", noted)
+    return used
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_proposing_neither_waits_nor_sorts(name: str) -> None:
+def test_proposing_neither_waits_nor_sorts(name: str, kernels: set[str]) -> None:
     """Nor does it sort a vocabulary for a chat model's default sampling."""
     llm = engine(name)
     with watching(drafter_of(llm)) as modes:
         generate(llm, prompts(2), greedy(6, temperature=0.6, top_p=0.9))
+    assert kernels == {"stage", "accept_drawn"} | KERNELS[name]
     assert {wait for mode in modes for wait in mode.waits} == set()
     assert not any(
         mode.seen.keys() & {"sort", "multinomial", "_softmax", "cumsum"}

@@ -6,38 +6,14 @@ help and errors.
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, create_model
-from pydantic_settings import (
-    BaseSettings,
-    CliPositionalArg,
-    CliSettingsSource,
-    CliVariadicArg,
-    SettingsConfigDict,
-    SettingsError,
-)
+from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.text import LONGEST_VALUE, shortened
-
-# What marks a field for pydantic-settings.
-POSITIONAL = get_args(CliPositionalArg)[1:]
-VARIADIC = get_args(CliVariadicArg)[1:]
-# Stands for a comma within a word: pydantic-settings joins the words of a list by
-# commas
-COMMA = "\x1f"
-
-
-class Settings(BaseSettings):
-    """Flags beside those of a command's options. Lists stay text, which the options split."""
-
-    model_config = SettingsConfigDict(enable_decoding=False)
-
-    config: str | None = Field(
-        None, description="YAML file of options; flags take precedence"
-    )
+from vllm_ppd.heads.text import first_problem, in_words
 
 
 class Command(NamedTuple):
@@ -60,6 +36,13 @@ class Group(NamedTuple):
 
 
 Table = Mapping[str, Command | Group]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags that raises a UserError, and knows no defaults."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; `{self.prog} --help` lists the options")
 
 
 def parse(
@@ -91,12 +74,6 @@ def parse(
     return command, options_from(command, words[1:], prog)
 
 
-def model_of(command: Command) -> type[BaseModel]:
-    """The model of a command's options."""
-    name = command.options
-    return resolve_name(f"vllm_ppd.{name}") if isinstance(name, str) else name
-
-
 def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel:
     """Options from flags and, where these leave them out, from the YAML file of
     --config.
@@ -105,67 +82,59 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         SystemExit: with 0 after help.
         UserError: on the first flag or value that the model refuses.
     """
-    model = model_of(command)
-    settings: Any = create_model(model.__name__, __base__=(Settings, model))
-    settings.__doc__ = command.description
-    for name in command.hidden:
-        del settings.model_fields[name]
-    lists = set()
-    for name, field in settings.model_fields.items():
-        markers: list[Any] = []
-        if name == command.positional:
-            markers += POSITIONAL
-        if field.annotation == tuple[str, ...]:
-            markers += VARIADIC
-            lists.add(name)
-        field.metadata = [*field.metadata, *markers]
-    try:
-        given = CliSettingsSource(
-            settings,
-            cli_prog_name=prog,
-            cli_parse_args=[word.replace(",", COMMA) for word in words],
-            cli_exit_on_error=False,
-            cli_avoid_json=True,
-            cli_hide_none_type=True,
-            cli_implicit_flags=True,
-            cli_kebab_case=True,
-            add_argument_method=_add_argument,
-            formatter_class=argparse.HelpFormatter,
-        )()
-    except SettingsError as error:
-        reason = str(error).removeprefix("error parsing CLI: ")
-        raise UserError(f"{reason}; `{prog} --help` lists the options") from None
-    values = {name: _decoded(value, name in lists) for name, value in given.items()}
+    model: Any = command.options
+    if isinstance(model, str):
+        model = resolve_name(f"vllm_ppd.{model}")
+    parser = Parser(
+        prog=prog,
+        description=command.description,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in model.model_fields.items():
+        if name not in command.hidden:
+            add_field(parser, name, field, name == command.positional)
+    parser.add_argument("--config", help="YAML file of options; flags take precedence")
+    values = vars(parser.parse_args(words))
     file = values.pop("config", None)
     if file is not None:
-        values = _from_yaml(file) | values
+        values = from_yaml(file) | values
     try:
         return model(**values)
     except ValidationError as error:
-        raise UserError(_problem(error)) from None
+        raise UserError(first_problem(error, flag_of)) from None
 
 
-def _add_argument(
-    parser: argparse.ArgumentParser, *flags: str, **settings: Any
-) -> argparse.Action:
-    """Add an argument; types of lists and defaults of nothing are left out of its help."""
-    if "[" in str(settings.get("metavar")):
-        settings["metavar"] = flags[0].lstrip("-").replace("-", "_").upper()
-    for default in ("None", "()"):
-        settings["help"] = settings["help"].removesuffix(f" (default: {default})")
-    return parser.add_argument(*flags, **settings)
+def add_field(parser: Parser, name: str, field: FieldInfo, positional: bool) -> None:
+    """Add the flags of a field, or the positional argument that sets it."""
+    about = (field.description or "").replace("%", "%%")
+    if field.is_required():
+        about += " (required)"
+    elif field.default not in (None, ()):
+        about += f" (default: {in_words(field.default)})"
+    settings: dict[str, Any] = {"help": about}
+    if field.annotation in (bool, bool | None):
+        settings["action"] = argparse.BooleanOptionalAction
+    elif field.annotation == tuple[str, ...]:
+        settings["action"] = "extend"
+        settings["nargs"] = "+"
+    elif get_origin(field.annotation) is Literal:
+        settings["metavar"] = f"{{{','.join(get_args(field.annotation))}}}"
+    if positional:
+        parser.add_argument(name, metavar=name.upper(), **settings)
+        return
+    names = [name]
+    if isinstance(field.validation_alias, AliasChoices):
+        names = [str(choice) for choice in field.validation_alias.choices]
+    flags = [flag_of(choice) for choice in names]
+    parser.add_argument(*flags, dest=name, **settings)
 
 
-def _decoded(value: Any, is_list: bool) -> Any:
-    """A value with its commas; the words of a list."""
-    if not isinstance(value, str):
-        return value
-    if is_list:
-        return tuple(word.replace(COMMA, ",") for word in value.split(","))
-    return value.replace(COMMA, ",")
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
-def _from_yaml(file: str) -> dict[str, Any]:
+def from_yaml(file: str) -> dict[str, Any]:
     try:
         with open(file, encoding="utf-8") as opened:
             return {
@@ -176,16 +145,3 @@ def _from_yaml(file: str) -> dict[str, Any]:
         raise UserError(
             f"--config {file} is no YAML file of options: {error}"
         ) from None
-
-
-def _problem(error: ValidationError) -> str:
-    """The first problem of options, with its flag."""
-    problem = error.errors()[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if not problem["loc"]:  # the options do not go together, and the message names them
-        return message
-    flag = f"--{problem['loc'][0]}".replace("_", "-")
-    if problem["type"] == "missing":
-        return f"{flag}: {message}"
-    return f"{flag} {shortened(str(problem['input']), LONGEST_VALUE)}: {message}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short commands: `ppd data`, `ppd train` and `ppd calibrate`.
+"""The commands `ppd fit`, `ppd data`, `ppd train`, `ppd calibrate` and `ppd bench`.
 
 Each takes its options and returns the exit code. torch and transformers take seconds to
 import, so data is checked first.
@@ -8,15 +8,16 @@ import, so data is checked first.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.data.files import check_data
 from vllm_ppd.heads.text import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
-from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.calibration.options import CalibrationOptions
+    from vllm_ppd.heads.fitting.options import FitOptions
     from vllm_ppd.heads.generation.options import DataOptions
     from vllm_ppd.heads.training.options import TrainingOptions
 
@@ -32,10 +33,32 @@ def kinds() -> dict[str, Command]:
     return commands
 
 
+def fit(options: FitOptions) -> int:
+    """Write data, then train and calibrate heads."""
+    check_data(options.prompts)
+    from vllm_ppd.vllm_plugins.cli.fit import run
+
+    return run(options)
+
+
+def benchmarks() -> dict[str, Command]:
+    """The commands of `ppd bench`."""
+    return {
+        "decode": Command(
+            "speed and accepted drafts of offline decoding",
+            "Decode batches with vLLM alone, with heads, and with vLLM's own "
+            "speculative methods, in turns.",
+            decode,
+            "benchmarks.options:DecodeOptions",
+        ),
+    }
+
+
 def data(options: DataOptions) -> int:
     """Let the target write chats."""
     check_data(options.prompts)
     from vllm_ppd.heads.generation.write import write_chats
+    from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
     file = write_chats(options, vllm_engine)
     print(
@@ -76,10 +99,18 @@ def train(options: TrainingOptions) -> int:
 
 def calibrate(options: CalibrationOptions) -> int:
     """Measure a heads folder, and print what was measured and how to serve."""
-    check_data(options.data, options.prompts)
+    check_data(options.data)
     from vllm_ppd.heads.calibration import run
     from vllm_ppd.heads.io import CALIBRATION_NAME
 
     print(run.report(run.calibrate(options), options.heads))
     print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")
+    return 0
+
+
+def decode(options: Any) -> int:
+    """Measure speeds, and print the tables."""
+    # Benchmarks import this package
+    print(resolve_name("vllm_ppd.benchmarks.decode:decode")(options))
+    print(f"wrote {options.out}")
     return 0

@@ -8,12 +8,18 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vllm_ppd.heads.data.check import check_data
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.run import calibrate, report
+from vllm_ppd.heads.cp.config import CPOptions
+from vllm_ppd.heads.data.files import records
 from vllm_ppd.heads.errors import (
     HeadsError,
     TrainingError,
@@ -21,16 +27,22 @@ from vllm_ppd.heads.errors import (
     refuse_other_options,
 )
 from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.fitting.options import FitOptions
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.heads.generation.write import write_chats
+from vllm_ppd.heads.io import CONFIG_NAME, read_calibration
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.text import place
-
-if TYPE_CHECKING:
-    from vllm_ppd.heads.fitting.options import FitOptions
+from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training.checkpoint import WORK
+from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
+from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
+from vllm_ppd.model_patches.families import FAMILIES
 
 # Shares of the time limit; calibration has what they leave
 DATA = 0.5
 TRAINING = 0.4
-PROMPTS = "prompts.jsonl"  # beside the options' module
+PROMPTS = str(resources.files("vllm_ppd.heads.fitting") / "prompts.jsonl")
 ANSWERS = 4  # most answers to a prompt, each with its own seed
 HELD_OUT = 8  # one of so many prompts is held out with all its answers
 # Most tokens of a chat, and of a response
@@ -51,11 +63,7 @@ STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 
 def run(options: FitOptions) -> int:
     """Run the steps that are not done, and print what they came to."""
-    check_data(options.prompts)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm_ppd.heads.calibration.run import report
-    from vllm_ppd.heads.io import CONFIG_NAME, read_calibration
-
     out = Path(options.out)
     folder = Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
@@ -66,9 +74,8 @@ def run(options: FitOptions) -> int:
         pass
     with writing_folder(folder, "the work folder"):
         fit = Fit(options, folder)
-        for number, step in enumerate(
-            (fit.data, fit.training, fit.calibration), start=1
-        ):
+        steps = (fit.data, fit.training, fit.calibration)
+        for number, step in enumerate(steps, start=1):
             print(f"step {number} of 3: {step.__name__}", flush=True)
             step()
         shutil.rmtree(folder / "states", ignore_errors=True)
@@ -90,52 +97,38 @@ class Fit:
     """
 
     def __init__(self, options: FitOptions, folder: Path) -> None:
-        from transformers import AutoConfig
-
         self.options = options
         self.folder = folder
         self.out = Path(options.out)
         code = options.trust_remote_code
         with loading(options.model):
             config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
+            self.tokenizer = AutoTokenizer.from_pretrained(
+                options.model, trust_remote_code=code
+            )
         self.architecture = next(iter(config.architectures or []), "")
         self.config = config.get_text_config()
         longest = getattr(self.config, "max_position_embeddings", None)
         self.length = min(LENGTH, longest or LENGTH)
         self.shared = options.model_dump(include={"model", "seed", "trust_remote_code"})
         kept = folder / "options.json"
-        if kept.exists():
-            theirs = json.loads(kept.read_text())
-            refuse_other_options(
-                f"{place(folder)} is of a fit",
-                theirs,
-                options.essence(),
-                "another --out",
-            )
-        write_text(kept, json.dumps(options.essence()) + "\n")
+        ours = options.essence()
+        theirs = json.loads(kept.read_text()) if kept.exists() else ours
+        refuse_other_options(
+            f"{place(folder)} is of a fit", theirs, ours, "another --out"
+        )
+        write_text(kept, json.dumps(ours) + "\n")
 
     def data(self) -> None:
         """Write answers to prompts and, if the user gives none, chats that the model begins."""
         if (self.folder / "held-out.jsonl").exists():
             return
-        import torch
-        from transformers import AutoTokenizer
-
-        from vllm_ppd.heads.fitting import options
-        from vllm_ppd.heads.generation.options import DataOptions
-        from vllm_ppd.heads.generation.write import write_chats
-
-        given = self.options
-        code = self.options.trust_remote_code
-        seconds = 60 * given.minutes * DATA
+        given = self.options.prompts
+        prompts = given
+        if not given and getattr(self.tokenizer, "chat_template", None):
+            prompts = (PROMPTS,)
+        seconds = 60 * self.options.minutes * DATA
         began = time.monotonic()
-        with loading(given.model):
-            tokenizer = AutoTokenizer.from_pretrained(
-                given.model, trust_remote_code=code
-            )
-        prompts = given.prompts
-        if not prompts and getattr(tokenizer, "chat_template", None):
-            prompts = (str(Path(options.__file__).with_name(PROMPTS)),)
         shared = DataOptions(
             **self.shared,
             out=str(self.folder / "answers.jsonl"),
@@ -147,13 +140,10 @@ class Fit:
         files = []
         if prompts:
             answers = shared.model_copy(update={"prompts": prompts * ANSWERS})
-            write_chats(
-                answers,
-                lambda _: engine(),
-                began + (seconds if given.prompts else seconds / 2),
-            )
+            until = began + (seconds if given else seconds / 2)
+            write_chats(answers, lambda _: engine(), until)
             files.append(Path(answers.out))
-        if not given.prompts:
+        if not given:
             own = shared.model_copy(update={"out": str(self.folder / "others.jsonl")})
             try:
                 write_chats(own, lambda _: engine(), began + seconds)
@@ -168,10 +158,9 @@ class Fit:
 
     def _split(self, files: list[Path]) -> None:
         """Write training.jsonl and held-out.jsonl, which share no prompt."""
-        from vllm_ppd.heads.data.files import records
 
-        training: list[Any] = []
-        held_out: dict[str, Any] = {}  # one answer per prompt
+        training: list[str] = []
+        held_out: dict[str, str] = {}  # one answer per prompt
         for path in files:
             for _, chat in records(path):
                 prompt = chat["prompt_token_ids"]
@@ -182,25 +171,21 @@ class Fit:
                     response = response[half:]
                 name = json.dumps(prompt)
                 if zlib.crc32(name.encode()) % HELD_OUT:
-                    training.append(chat)
+                    training.append(json.dumps(chat) + "\n")
                 elif len(prompt) <= self.length - NEW_TOKENS:
-                    held_out[name] = {"prompt_token_ids": prompt, "token_ids": response}
+                    chat = {"prompt_token_ids": prompt, "token_ids": response}
+                    held_out[name] = json.dumps(chat) + "\n"
         if not training or not held_out:
             raise TrainingError(
                 f"the model wrote {len(training)} chats to train on and "
                 f"{len(held_out)} to hold out in the time; give more --minutes, or "
                 "more --prompts"
             )
-        _write(self.folder / "training.jsonl", training)
-        _write(self.folder / "held-out.jsonl", held_out.values())
+        write_text(self.folder / "training.jsonl", "".join(training))
+        write_text(self.folder / "held-out.jsonl", "".join(held_out.values()))
 
     def training(self) -> None:
         """Train CP heads with a recurrent state for as many passes as the time allows."""
-        from vllm_ppd.heads.cp.config import CPOptions
-        from vllm_ppd.heads.training import loop
-        from vllm_ppd.heads.training.checkpoint import WORK
-        from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
-
         if not (self.out / PROVENANCE).exists():  # the file that is written last
             kept = self.folder / "training.json"
             if not kept.exists():
@@ -211,18 +196,10 @@ class Fit:
 
     def _training_options(self) -> dict[str, Any]:
         """Options of a training that fits the time, by its measured speed."""
-        import torch
-
-        from vllm_ppd.heads.cp.config import CPOptions
-        from vllm_ppd.heads.data.files import records
-        from vllm_ppd.heads.training.loop import speed_of
-        from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
-        from vllm_ppd.model_patches.families import FAMILIES
-
         data = self.folder / "training.jsonl"
-        chats = [chat for _, chat in records(data)]
         tokens = sum(
-            len(chat["prompt_token_ids"]) + len(chat["token_ids"]) for chat in chats
+            len(chat["prompt_token_ids"] + chat["token_ids"])
+            for _, chat in records(data)
         )
         length = max(8, min(512, self.length, tokens // 32))
         fast = torch.cuda.is_available() or cpu_computes_bfloat16()
@@ -249,28 +226,21 @@ class Fit:
         if kept_bytes < min(STATES_BYTES, shutil.disk_usage(self.folder).free / 2):
             chosen["states_cache"] = str(self.folder / "states")
         began = time.monotonic()
-        speed = speed_of(CPOptions(**chosen))
+        speed = loop.speed_of(CPOptions(**chosen))
         seconds = 60 * self.options.minutes * TRAINING - (time.monotonic() - began)
         # The first pass also computes the target's states.
-        further = seconds - speed.steps * (speed.step + speed.target)
+        further = seconds - speed.steps * speed.first_step
         passes = 1 + max(0.0, further) / (speed.steps * speed.step)
         steps = max(1, round(min(passes, MOST_PASSES) * speed.steps))
         chosen["steps"] = steps
         chosen["evaluate_every"] = -(-steps // EVALUATIONS)
         chosen["patience"] = PATIENCE
-        chosen["save_every"] = max(
-            1, min(round(CHECKPOINT_SECONDS / speed.step), steps)
-        )
+        save_every = round(CHECKPOINT_SECONDS / speed.step)
+        chosen["save_every"] = max(1, min(save_every, steps))
         return chosen
 
     def calibration(self) -> None:
         """Measure acceptance on held-out prompts."""
-        import torch
-
-        from vllm_ppd.heads.calibration.options import CalibrationOptions
-        from vllm_ppd.heads.calibration.run import calibrate
-        from vllm_ppd.heads.io import read_calibration
-
         try:
             read_calibration(self.out)
         except HeadsError:
@@ -293,7 +263,3 @@ def vllm_engine(options: Any) -> Any:
     from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
     return OfflineEngine(options)
-
-
-def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

@@ -4,11 +4,8 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
-
-NOT_COMPARED = "not known: the folder is valid, but was not compared with its target"
 
 
 class InspectOptions(BaseModel):
@@ -27,72 +24,62 @@ class InspectOptions(BaseModel):
 def run(options: InspectOptions) -> int:
     """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.errors import HeadsError
-    from vllm_ppd.heads.io import CALIBRATION_NAME, described, load_calibration
+    from vllm_ppd.heads.hub import whole_folder
+    from vllm_ppd.heads.io import (
+        CONFIG_NAME,
+        check_folder,
+        load_calibration,
+        load_config,
+    )
     from vllm_ppd.heads.target import check_on_disk, find_target
     from vllm_ppd.heads.text import in_words
-    from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
     from vllm_ppd.heads.training.provenance import provenance_of
 
-    named = options.target
-    if (
-        named is not None
-        and Path(named).is_dir()
-        and not Path(named, "config.json").is_file()
-    ):
+    given = options.target
+    if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():
         raise HeadsError(
-            f"--target {named}: the folder has no config.json; give the folder of a "
+            f"--target {given}: the folder has no {CONFIG_NAME}; give the folder of a "
             "model"
         )
-    folder, config, is_whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
-    target = named or find_target(config.verifier, folder)
-    stored = config.to_json()
+    folder = whole_folder(options.heads, ["*.json"])
+    config = load_config(folder)
+    is_fetched = folder == options.heads or any(Path(folder).glob("*.safetensors"))
+    if is_fetched:
+        check_folder(folder)
     shapes = config.shapes().values()
-    lines: dict[str, Any] = {"kind": config.kind, "target": config.verifier}
-    lines |= {
-        f"target {name}": value for name, value in config.target.model_dump().items()
-    }
-    shown = type(config).model_fields.keys() - {
-        "fingerprint",
-        "target",
-        "layer_tensors",
-    }
-    lines |= {name: value for name, value in stored.items() if name in shown}
-    lines["num_speculative_tokens"] = config.num_speculative_tokens
-    lines["weights"] = (
-        f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    lines = {"kind": config.kind}
+    lines |= config.model_dump(mode="json", exclude={"fingerprint", "layer_tensors"})
+    lines["weights"] = weights if is_fetched else f"{weights}, not fetched"
+    lines["trained"] = _if_there(
+        lambda: "{0.time} ({0.command})".format(provenance_of(folder))
     )
-    if not is_whole:
-        lines["weights"] += ", not fetched"
-
-    def trained() -> str:
-        facts = provenance_of(folder)
-        return f"{facts.time} ({facts.command})"
-
-    lines["trained"] = _if_there(trained)
     lines["calibrated"] = _if_there(lambda: load_calibration(folder) and "yes")
     width = max(map(len, lines))
-    for name, value in lines.items():
-        print(f"{name:<{width}}  {in_words(value)}")
+    for field, value in lines.items():
+        print(f"{field:<{width}}  {in_words(value)}")
+    target = given or find_target(config.verifier, folder)
     try:
-        weights = check_on_disk(config, folder, target)
+        other_weights = check_on_disk(config, folder, target)
     except HeadsError:
         print("will load: no")
         raise
-    if weights is not None:
-        verdict = f"yes, with {target}" + (f" ({weights})" if weights else "")
-    elif target:
+    if other_weights is None:
+        reason = f" {target!r}, which is not on this disk"
         verdict = (
-            f"{NOT_COMPARED} {target!r}, which is not on this disk (give --target DIR)"
+            "not known: the folder is valid, but was not compared with its target"
+            f"{reason if target else ', which it does not name'} (give --target DIR)"
         )
     else:
-        verdict = f"{NOT_COMPARED}, which it does not name (give --target DIR)"
-    if not is_whole:
+        reason = f" ({other_weights})" if other_weights else ""
+        verdict = f"yes, with {target}{reason}"
+    if not is_fetched:
         verdict += "; weights are checked after they are fetched (`hf download`)"
     print(f"will load: {verdict}")
     return 0
 
 
-def _if_there(read: Callable[[], Any]) -> str:
+def _if_there(read: Callable[[], object]) -> str:
     """A value from an optional file of heads, or why there is none, which does not keep
     heads from loading.
     """

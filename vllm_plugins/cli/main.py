@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import LONGEST_MESSAGE, shortened
 from vllm_ppd.heads.training.signals import termination_as_interrupt
-from vllm_ppd.vllm_plugins.cli import bench, commands, fit, inspect
+from vllm_ppd.vllm_plugins.cli import commands, inspect
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group, Table, parse
 
 COMMANDS: Table = {
@@ -17,7 +17,7 @@ COMMANDS: Table = {
         "make heads for a model within a time limit",
         "Write data, then train and calibrate heads, as well as this machine can "
         "within a time limit. The same command resumes a stopped run.",
-        fit.run,
+        commands.fit,
         "heads.fitting.options:FitOptions",
         positional="model",
     ),
@@ -40,7 +40,7 @@ COMMANDS: Table = {
     "bench": Group(
         "measure speeds and accepted drafts",
         "Measure speeds against vLLM's own.",
-        bench.commands,
+        commands.benchmarks,
     ),
     "inspect": Command(
         "describe heads and check them",

@@ -4,26 +4,19 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
-from pathlib import Path
-from types import TracebackType
+from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.base import TargetFingerprint
-from vllm_ppd.heads.errors import HeadsError, UserError
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.target import (
     TOKENIZER_NAME,
-    check_layers,
     check_target,
     fingerprint,
-    tokenizer_hashes,
 )
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
@@ -43,9 +36,9 @@ from vllm_ppd.vllm_plugins.config.refusals import (
     refuse_scheduling,
     refuse_target,
 )
-from vllm_ppd.vllm_plugins.config.resolve import Machine, resolve, with_default_method
+from vllm_ppd.vllm_plugins.config.resolve import resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.registry import METHODS, is_speculator
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -85,32 +78,6 @@ def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
 _parsed = lru_cache(DraftingConfig.model_validate_json)
 
 
-@contextmanager
-def refusals_without_traceback() -> Iterator[None]:
-    """Let an uncaught refusal end the process with its line and exit code 2, without a
-    traceback.
-    """
-    try:
-        yield
-    except UserError:
-        if getattr(sys.excepthook, "func", None) is not _end_without_traceback:
-            sys.excepthook = partial(_end_without_traceback, sys.excepthook)
-        raise
-
-
-def _end_without_traceback(
-    hook: Any,
-    kind: type[BaseException],
-    error: BaseException,
-    trace: TracebackType | None,
-) -> None:
-    if isinstance(error, UserError):
-        print(f"vllm-ppd: error: {error}", file=sys.stderr)
-        raise SystemExit(2)
-    hook(kind, error, trace)
-
-
-@refusals_without_traceback()
 def activate(
     args: Any, model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> DraftingConfig | None:
@@ -125,23 +92,28 @@ def activate(
     """
     with hub.token(args.hf_token):
         asked = _asked(args)
-        # The same arguments may be used twice.
-        config = active_config(args) if is_speculator(asked.get("model")) else None
-        if config is None and asked and is_ours(asked):
+        config: DraftingConfig | None
+        if is_ours(asked):
             config = _resolved(
                 parse_options(with_method(asked)), args, model_config, parallel_config
             )
             _rewrite(args, config)
-        elif config is None:
-            for key in asked:
-                if key in flag_fields() and not platform.is_speculative_option(key):
-                    raise OptionError(
-                        f"{flag_name(key)} is an option of vllm-ppd; add "
-                        "--speculative-model ppd or a heads folder"
-                    )
+        else:
+            _refuse_flags(asked)
+            config = active_config(args)  # the same arguments may be used twice
     if config is not None:
         parallel_config.worker_cls = config.worker
     return config
+
+
+def _refuse_flags(asked: dict[str, Any]) -> None:
+    """Refuse our flags beside another method than ours."""
+    for key in asked:
+        if key in flag_fields() and not platform.is_speculative_option(key):
+            raise OptionError(
+                f"{flag_name(key)} is an option of vllm-ppd; add --speculative-model "
+                "ppd or a heads folder"
+            )
 
 
 def _asked(args: Any) -> dict[str, Any]:
@@ -156,20 +128,25 @@ def _asked(args: Any) -> dict[str, Any]:
         for key, value in check_mapping(args.speculative_config).items()
     ]
     for name, flag in FLAGS_OF_VLLM.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        given += [] if value is None else [(name, flag, value)]
+        given.append(
+            (name, flag, getattr(args, flag.removeprefix("--").replace("-", "_")))
+        )
     asked: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    conflicts = []
+    conflict = None
     for name, source, value in given:
-        if asked.get(name) is None:
-            asked[name], sources[name] = value, source
-        elif value is not None and method_named(asked[name]) != method_named(value):
-            both = f"{sources[name]}={quoted(asked[name])} and {source}={quoted(value)}"
-            conflicts.append(({name: value}, f"{both} differ; give only one of them"))
-    for other, message in conflicts:
-        if is_ours(asked) or is_ours(asked | other):
-            raise OptionError(message)
+        if value is None:
+            continue
+        if name not in asked:
+            asked[name] = value
+            sources[name] = source
+        elif method_named(asked[name]) != method_named(value):
+            conflict = (
+                f"{sources[name]}={quoted(asked[name])} and {source}={quoted(value)} "
+                "differ; give only one of them"
+            )
+    if conflict is not None and is_ours(asked):
+        raise OptionError(conflict)
     return asked
 
 
@@ -193,7 +170,7 @@ def _resolved(
         model_config.hf_text_config.num_hidden_layers,
         heads,
         parallel_config.pipeline_parallel_size,
-        Machine.of_platform(),
+        platform.is_cpu(),
     )
     refuse_scheduling(config, args)
     return config
@@ -210,15 +187,7 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
     at_hand = _fingerprint_at_hand(model_config)
-    other_weights = check_target(
-        heads,
-        folder,
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_hidden_layers,
-        fingerprint=at_hand,
-        strict=not options.verify,
-    )
+    other_weights = check_target(heads, folder, target, at_hand, not options.verify)
     if other_weights is not None:
         logger.warning("vllm-ppd: %s", other_weights)
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
@@ -226,7 +195,6 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
             "vllm-ppd: the target's lm_head was not compared with that of the heads' "
             "target, as it is not on this disk yet, or is stored in another form"
         )
-    check_layers(heads, folder, target)
     refuse_layers_read(heads, folder, model_config)
     check_folder(folder)
     return heads
@@ -236,27 +204,15 @@ def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
     """Hashes of the target, as far as its files are on this disk; its tokenizer is
     fetched if it is not.
     """
-    from huggingface_hub import snapshot_download
-
     model = model_config.model
-    revision = model_config.revision
-    found = TargetFingerprint()
-    if os.path.isdir(model):
-        return fingerprint(model)
-    with suppress(OSError, ValueError):
-        found = fingerprint(
-            snapshot_download(model, revision=revision, local_files_only=True)
-        )
-    name = hub.hub_name(model)
-    if found.vocabulary is None and name is not None and not platform.uses_modelscope():
-        with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
-            folder = hub.folder_of(
-                str(hub.HubName(name.repo, revision)), TOKENIZER_NAME
-            )
-            found = found.model_copy(
-                update=tokenizer_hashes(Path(folder, TOKENIZER_NAME))
-            )
-    return found
+    on_hub = hub.hub_name(model)
+    if on_hub is not None:
+        if platform.variable("VLLM_USE_MODELSCOPE"):
+            return TargetFingerprint()
+        model = str(on_hub._replace(revision=model_config.revision))
+    with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
+        return fingerprint(hub.folder_of(model, TOKENIZER_NAME))
+    return TargetFingerprint()
 
 
 def _rewrite(args: Any, config: DraftingConfig) -> None:
@@ -274,7 +230,6 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         **(args.additional_config or {}),
         CONFIG_KEY: config.model_dump_json(),
     }
-    if config.stages > 1:  # the workers split the layers
-        assert config.spec.group is not None
-        args.scheduler_cls = config.spec.group.scheduler
+    if config.stages > 1:
+        args.scheduler_cls = config.spec.group_scheduler
         args.async_scheduling = False

@@ -4,7 +4,6 @@ the Hub), or vLLM's own.
 """
 
 import difflib
-import errno
 import logging
 import os
 import re
@@ -13,18 +12,17 @@ from typing import Any
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object
-from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
+from vllm_ppd.heads.hub import folder_of, hub_name, pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, kind_of, tensor_names
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
+from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {config.architecture for config in KINDS.values()}
 TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
 # keywords, files, classes of users
@@ -40,19 +38,13 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
     """
     method = speculative_config.get("method")
     model = speculative_config.get("model")
-    for option, value in (("method", method), ("model", model)):
-        if not isinstance(value, str | None):
-            raise OptionError(
-                f"speculative_config: {option}={quoted(value)} is not a name; give a "
-                "string, such as 'ppd'"
-            )
+    if not isinstance(method, str | None) or not isinstance(model, str | None):
+        return True  # our options refuse it
     if method is None:
         return model is not None and (model in METHODS or _names_heads(model))
     ours = {*METHODS, *METHOD_OF_HEADS}
-    if method not in ours and method not in platform.speculative_methods():
-        near = difflib.get_close_matches(
-            method[:LONGEST_NAME].lower(), sorted(ours), n=1
-        )
+    if method not in ours | platform.speculative_methods():
+        near = difflib.get_close_matches(method.lower(), sorted(ours), n=1)
         if near:
             raise OptionError(
                 f"speculative_config: unknown method {quoted(method)}; did you mean "
@@ -71,11 +63,12 @@ def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
         HeadsError: if the heads cannot be fetched from the Hub.
     """
     given = dict(speculative_config)
-    if given.get("method") is None and given.get("model") in METHODS:
-        given["method"] = given.pop("model")
     if isinstance(given.get("model"), str):
+        if "method" not in given and given["model"] in METHODS:
+            given["method"] = given.pop("model")
+            return given
         given["model"] = pinned(os.path.expanduser(given["model"]), CONFIG_NAME)
-        if given.get("method") is None:
+        if "method" not in given:
             given["method"] = kind_of(given["model"])
     given["method"] = method_named(given.get("method"))
     return given
@@ -94,10 +87,8 @@ def _names_heads(model: str) -> bool:
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
-        if not any(
-            os.path.lexists(os.path.join(path, name))
-            for name in (CONFIG_NAME, "params.json")
-        ):
+        files = os.listdir(path)
+        if CONFIG_NAME not in files and "params.json" not in files:
             raise OptionError(
                 f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give "
                 "a heads folder"
@@ -109,7 +100,7 @@ def _names_heads(model: str) -> bool:
         wrong = "does not exist"
     elif VLLMS.fullmatch(model):
         return False
-    elif re.fullmatch("[^/ ]+/[^/ ]+", model) and len(model) <= 200:
+    elif hub_name(model) is not None:
         return _is_on_hub(model)
     else:
         wrong = "is neither a method nor a folder" if model.strip() else "is empty"
@@ -122,24 +113,22 @@ def _names_heads(model: str) -> bool:
 
 def _is_on_hub(model: str, serving: bool = False) -> bool:
     """Whether a name on the Hub is a heads repository; only names of heads may have a
-    revision (else an OptionError).
+    revision.
 
-    If `serving`, vLLM asks the Hub for it next: then the Hub is asked only if its cache
-    does not tell, and vLLM reports that it does not answer. Else a HeadsError says so,
-    or that the Hub does not have it.
+    If `serving`, vLLM asks the Hub for the name next, and reports what is wrong with
+    it.
+
+    Raises:
+        OptionError: if another repository is named with a revision.
+        HeadsError: if the Hub cannot be read.
     """
     name = hub_name(model)
-    if name is None or platform.uses_modelscope():
+    if name is None or platform.variable("VLLM_USE_MODELSCOPE"):
         return False
-    if serving and name.revision is not None:
-        return True
-    config = cached(model, CONFIG_NAME) if serving else None
     try:
-        ours = is_heads_folder(
-            folder_of(model, CONFIG_NAME) if config is None else os.path.dirname(config)
-        )
+        ours = is_heads_folder(folder_of(model, CONFIG_NAME))
     except HeadsError as error:
-        if serving or isinstance(error, MissingFile):
+        if name.revision is None and (serving or isinstance(error, MissingFile)):
             return False
         raise
     if not ours and name.revision is not None:
@@ -158,27 +147,21 @@ def is_heads_folder(folder: str) -> bool:
         HeadsError: if its configuration is unusable.
     """
     try:
-        data = read_json_object(
-            Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again"
-        )
+        data = read_json_object(Path(folder) / CONFIG_NAME, "write it again")
     except MissingFile:
         if _has_our_tensors(folder):
             raise
         return False
-    architectures = data.get("architectures")
-    kind = data.get("speculators_model_type")
-    if kind_in(data) is not None or (
-        isinstance(architectures, list)
-        and any(
-            name in ARCHITECTURES for name in architectures if isinstance(name, str)
-        )
+    named = data.get("architectures")
+    architectures = named if isinstance(named, list) else []
+    if kind_in(data) is not None or any(
+        name in architectures for name in ARCHITECTURES
     ):
         return True
+    kind = data.get("speculators_model_type")
     if kind is None and data.get("speculators_config") is None:
         return _has_our_tensors(folder)
-    return not (
-        isinstance(kind, str) and kind in platform.speculators_algorithms() - set(KINDS)
-    )
+    return str(kind) not in platform.speculators_algorithms() - set(KINDS)
 
 
 def _has_our_tensors(folder: str) -> bool:
@@ -186,7 +169,7 @@ def _has_our_tensors(folder: str) -> bool:
 
 
 def served_heads(
-    model: Any, given: dict[str, Any] | None, revision: str | None = None
+    model: str, given: dict[str, Any] | None, revision: str | None = None
 ) -> tuple[str, dict[str, Any]] | None:
     """The target and the speculative_config of `vllm serve HEADS`; None if the folder
     holds no heads.
@@ -200,8 +183,6 @@ def served_heads(
         OptionError, HeadsError: if the heads are damaged, if their target is not found,
             or if another method is given.
     """
-    if not isinstance(model, str):
-        return None
     if _is_on_hub(model, serving=True):
         if revision is not None:
             raise OptionError(
@@ -209,27 +190,13 @@ def served_heads(
                 "them as ORGANISATION/NAME@REVISION and serve TARGET with "
                 "--speculative-model"
             )
-        return _served(pinned(model, CONFIG_NAME), given)
-    try:
-        os.stat(model)
-    except (OSError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.ENAMETOOLONG:
-            raise OptionError(
-                f"model {quoted(model)} cannot be served: its name is too long"
-            ) from None
+        model = pinned(model, CONFIG_NAME)
+    elif not os.path.isdir(model) or not is_heads_folder(model):
         return None
-    return (
-        _served(model, given)
-        if os.path.isdir(model) and is_heads_folder(model)
-        else None
-    )
-
-
-def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
     config = check_folder(model)
     asked = {key.replace("-", "_"): value for key, value in (given or {}).items()}
     method = asked.get("method") or config.kind
-    spec = METHODS.get(method_named(method)) if isinstance(method, str) else None
+    spec = METHODS.get(str(method_named(method)))
     if spec is None or spec.heads != config.kind:
         raise OptionError(
             f"speculative_config: method={quoted(method)} does not support "

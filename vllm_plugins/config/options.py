@@ -3,15 +3,14 @@
 
 import argparse
 import difflib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.text import quoted
+from vllm_ppd.heads.text import first_problem, quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 # Where our resolved options travel inside VllmConfig.additional_config.
@@ -25,42 +24,7 @@ FLAGS_OF_VLLM = {
     "num_speculative_tokens": "--spec-tokens",
 }
 
-LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
-LARGEST = 2**31 - 1  # bound of counts without a lower one
-# Options of earlier releases, and what to do instead.
-REMOVED = {
-    "runner": "leave it out; every method runs on vLLM's model runner V2",
-    "schedule": "leave it out; only the deferred schedule is left, which was faster",
-    "adaptive_verification": "leave it out; adaptive chooses the number of drafts",
-    "max_drafting_requests": (
-        "use disable_by_batch_size; all requests of a step draft, or none"
-    ),
-}
-
-LONGEST_NAME = 64  # characters that are compared with the options' names
-LEAST_LIKENESS = 0.5  # of an unknown option to the one that it is taken to mean
-
-# Words of other engines' options, and ours for the same thing.
-_SAME = {
-    "assistant": "speculative",
-    "draft": "speculative",
-    "drafted": "speculative",
-    "drafts": "speculative",
-    "spec": "speculative",
-    "speculation": "speculative",
-    "len": "tokens",
-    "length": "tokens",
-    "steps": "tokens",
-    "token": "tokens",
-    "max": "num",
-    "number": "num",
-    "vocabulary": "vocab",
-    "heads": "model",
-    "path": "model",
-}
-
-
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
 Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -98,7 +62,7 @@ class DraftingOptions(BaseModel):
         "recommend; 5 with method lookup); with pipeline parallelism the worker "
         "group emits up to one token more per step",
     )
-    exit_layer: tuple[int, ...] | None = Field(
+    exit_layer: Count | None = Field(
         None,
         description="layer after which drafts are read (default: what the heads "
         "recommend, or half of the layers, on a GPU a quarter); with pipeline "
@@ -148,8 +112,7 @@ class DraftingOptions(BaseModel):
         description="draft as many tokens as pay off, or none, judged by accepted "
         "drafts and by the seconds of steps, as measured at start-up and as served. "
         "table judges by the start-up's seconds alone, so that the same requests give "
-        "the same choices. false always drafts num_speculative_tokens, or the "
-        "calibrated number for the batch size",
+        "the same choices. false always drafts num_speculative_tokens",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",
@@ -160,7 +123,7 @@ class DraftingOptions(BaseModel):
     )
     prompt_lookup_min: Count | None = Field(
         None,
-        le=LONGEST_LOOKUP,
+        le=32,
         description="look first in each request's prompt and output: if at least "
         "this many of its last tokens have occurred there before, the tokens after "
         "them are the draft (default: no lookup, try 2; with method lookup 3)",
@@ -178,35 +141,6 @@ class DraftingOptions(BaseModel):
             raise ValueError(f"must be one of {', '.join(METHODS)}")
         return value
 
-    @field_validator("exit_layer", mode="before")
-    @classmethod
-    def _ascending(cls, value: Any) -> tuple[int, ...] | None:
-        """Accept 3, "3", "3,6", [3, 6]; store ascending and without repetition."""
-        if value is None:
-            return None
-        layers = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
-        try:
-            if not all(
-                type(layer) in (int, str) for layer in layers
-            ):  # True is also an int
-                raise TypeError
-            ascending = tuple(sorted({int(layer) for layer in layers}))
-        except (TypeError, ValueError):
-            raise ValueError(
-                "must be a layer number or a list of layer numbers, such as 6 or 4,8"
-            ) from None
-        if not ascending or ascending[0] < 1:
-            raise ValueError(
-                "must be at least 1, a number of layers after which the exit lies"
-            )
-        return ascending
-
 
 def flag_fields() -> list[str]:
     """Fields that have a --ppd-... flag."""
@@ -218,9 +152,7 @@ def flag_name(field: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to vLLM's parser, unless it has them already."""
-    if "--speculative-model" in parser._option_string_actions:
-        return parser
+    """Add our flags to vLLM's parser."""
     group = parser.add_argument_group(
         "vllm-ppd", "Drafting with the target's own layers."
     )
@@ -232,9 +164,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "ORGANISATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
         "supports",
     )
-    method = parser._option_string_actions.get("--spec-method")
-    if method is not None and method.choices is not None:
-        method.choices = [*method.choices, *METHODS]
+    method = parser._option_string_actions["--spec-method"]
+    method.choices = [*(method.choices or ()), *METHODS]
     for name in flag_fields():
         text = (DraftingOptions.model_fields[name].description or "").replace("%", "%%")
         group.add_argument(
@@ -243,13 +174,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             default=argparse.SUPPRESS,
             metavar=name.upper(),
             help=text,
-        )
-    for name in REMOVED:
-        group.add_argument(
-            flag_name(name),
-            dest=PREFIX + name,
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
         )
     return parser
 
@@ -260,55 +184,39 @@ def merge_flags(
     """vLLM's speculative_config with the values of our flags added.
 
     Raises:
-        OptionError: if an option is given both ways or was removed, or a flag has a bad
-            value.
+        OptionError: if an option is given both ways, or a flag has a bad value.
     """
-    flags = {
-        name: getattr(args, PREFIX + name)
-        for name in flag_fields()
-        if hasattr(args, PREFIX + name)
-    }
-    for name, instead in REMOVED.items():
-        if hasattr(args, PREFIX + name):
-            raise OptionError(f"{flag_name(name)} was removed: {instead}")
-    if not flags:
-        return speculative_config
     merged = dict(check_mapping(speculative_config))
-    spelt = {key.replace("-", "_"): key for key in merged}
-    for name, text in flags.items():
-        if name in spelt:
+    names = {key.replace("-", "_") for key in merged}
+    for name in flag_fields():
+        text = getattr(args, PREFIX + name, None)
+        if text is None:
+            continue
+        if name in names:
             raise OptionError(
-                f"{flag_name(name)} and --speculative-config[{spelt[name]!r}] are "
-                "mutually exclusive; give one"
+                f"{flag_name(name)} and --speculative-config[{name!r}] are mutually "
+                "exclusive; give one"
             )
         try:
-            merged[name] = getattr(
-                DraftingOptions.model_validate({name: text}, strict=False), name
-            )
+            options = DraftingOptions.model_validate({name: text}, strict=False)
         except ValidationError as error:
-            raise OptionError(f"{flag_name(name)}={first_problem(error)}") from None
-    return merged
+            raise OptionError(first_problem(error, flag_name)) from None
+        merged[name] = getattr(options, name)
+    return merged or speculative_config
 
 
 def check_mapping(speculative_config: Any) -> dict[str, Any]:
     """vLLM's speculative_config, {} for None.
 
     Raises:
-        OptionError: if it is not a dictionary with names as its keys.
+        OptionError: if it is not a dictionary.
     """
-    given = {} if speculative_config is None else speculative_config
-    if not isinstance(given, dict):
+    if not isinstance(speculative_config, dict | None):
         raise OptionError(
-            f"speculative_config={quoted(given)} is not a JSON object; give one, such as "
-            '{"method": "ppd"}'
+            f"speculative_config={quoted(speculative_config)} is not a JSON object; "
+            'give one, such as {"method": "ppd"}'
         )
-    for key in given:
-        if not isinstance(key, str):
-            raise OptionError(
-                f"speculative_config: option {quoted(key)} is not a name; write names "
-                "as strings"
-            )
-    return given
+    return speculative_config or {}
 
 
 def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
@@ -319,63 +227,29 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
         OptionError: on the first problem, naming the option and, for an unknown one,
             the nearest known.
     """
-    known = DraftingOptions.model_fields
-    for key in options:
-        if key in REMOVED:
-            raise OptionError(f"speculative_config: {key} was removed: {REMOVED[key]}")
-        if key not in known:
-            near = nearest(str(key)[:LONGEST_NAME], known)
-            hint = (
-                f"did you mean {near!r}?"
-                if near
-                else f"known options: {', '.join(known)}"
-            )
-            raise OptionError(
-                f"speculative_config: unknown option {quoted(key)}; {hint}"
-            )
+    given = {key: value for key, value in options.items() if value is not None}
     try:
-        parsed = DraftingOptions(
-            **{key: value for key, value in options.items() if value is not None}
-        )
+        parsed = DraftingOptions(**given)
     except ValidationError as error:
-        raise OptionError(
-            f"speculative_config: {error.errors()[0]['loc'][0]}={first_problem(error)}"
-        ) from None
-    for key, value in options.items():
-        methods = methods_of(key)
-        if value is not None and parsed.method not in methods:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0])
+        message = first_problem(error)
+        if problem["type"] == "extra_forbidden":
+            known = list(DraftingOptions.model_fields)
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"known options: {', '.join(known)}"
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+            message = f"unknown option {quoted(name)}; {hint}"
+        raise OptionError(f"speculative_config: {message}") from None
+    for name in given:
+        methods = methods_of(name)
+        if parsed.method not in methods:
             raise OptionError(
-                f"speculative_config: {key} is an option of method "
+                f"speculative_config: {name} is an option of method "
                 f"{' and '.join(methods)}; leave it out with method {parsed.method!r}"
             )
     return parsed
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known option that an unknown name means, by its words or its letters; None if
-    none is near.
-    """
-
-    def likeness(option: str) -> float:
-        ours = _words(option)
-        theirs = _words(name)
-        by_words = len(ours & theirs) / len(ours | theirs)
-        by_letters = difflib.SequenceMatcher(None, name.lower(), option).ratio()
-        return max(by_words, by_letters)
-
-    best = max(known, key=likeness)
-    return best if likeness(best) >= LEAST_LIKENESS else None
-
-
-def _words(name: str) -> set[str]:
-    """The words of an option's name, of several for the same thing always the same one."""
-    return {_SAME.get(word, word) for word in re.split(r"[_\W]+", name.lower())}
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first wrong value, and what is wrong with it."""
-    problem = error.errors()[0]
-    return f"{quoted(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def methods_of(field: str) -> list[str]:

@@ -67,12 +67,13 @@ def refuse_target(
             f"{family} is not supported with {title}: this family cannot get layers "
             "yet; use early or CP heads"
         )
-    if not platform.is_supported():
+    machine = platform.current()
+    if not machine.is_cpu() and not machine.is_cuda_alike():
         raise OptionError(
-            f"platform {platform.device_name()!r} is not supported with {title}; use "
+            f"platform {machine.device_name!r} is not supported with {title}; use "
             "CUDA, ROCm or CPU"
         )
-    if platform.asks_for_runner_v1():
+    if platform.variable("VLLM_USE_V2_MODEL_RUNNER") is False:
         raise OptionError(
             "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs "
             "on vLLM's model runner V2; leave it out"
@@ -99,22 +100,18 @@ def refuse_target(
             "build has no operator for tokens behind cached ones "
             "(gather_and_maybe_dequant_cache)"
         )
-    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise OptionError(
-            f"decode context parallelism is not supported with {title}: vLLM's CPU "
-            "build has none, so it is untested; use --tensor-parallel-size"
-        )
-    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        raise OptionError(
-            f"prefill context parallelism is not supported with {title}: vLLM's CPU "
-            "build has none, so it is untested; use --tensor-parallel-size"
-        )
+    for stage in ("decode", "prefill"):
+        if getattr(parallel, f"{stage}_context_parallel_size", 1) > 1:
+            raise OptionError(
+                f"{stage} context parallelism is not supported with {title}: vLLM's "
+                "CPU build has none, so it is untested; use --tensor-parallel-size"
+            )
     if model.is_encoder_decoder:
         raise OptionError(
             f"encoder-decoder models are not supported with {title}, which drafts for "
             "decoders only; start without it"
         )
-    if getattr(model, "is_diffusion", False):
+    if model.is_diffusion:
         raise OptionError(
             f"diffusion models are not supported with {title}: they do not emit one "
             "token after another; start without it"
@@ -137,10 +134,7 @@ def refuse_target(
         raise OptionError(
             "pooling models do not decode; start without a speculative model"
         )
-    workers = ["auto", WORKER]
-    if method.group is not None:
-        workers.append(method.group.worker)
-    if parallel.worker_cls not in workers:
+    if parallel.worker_cls not in ("auto", WORKER, method.group_worker):
         raise OptionError(
             f"worker class {quoted(parallel.worker_cls)} cannot be combined with "
             f"{title}, which needs its own"
@@ -175,7 +169,7 @@ def refuse_target(
             "not supported with a worker group, whose stages exchange tokens within a step; "
             f"{instead}"
         )
-        if method.group is None:
+        if not method.group_worker:
             raise OptionError(
                 "pipeline parallelism is not supported with method "
                 f"{options.method!r}; use method 'ppd' or --tensor-parallel-size"
@@ -214,7 +208,9 @@ def refuse_target(
                 "the external_launcher executor is not supported with a worker "
                 "group; use mp or ray"
             )
-        if executor == "ray" and platform.older_ray_executor():
+        # 0.33 has one Ray executor
+        newer = platform.variable("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        if executor == "ray" and not newer:
             raise OptionError(
                 "vLLM's older Ray executor is not supported with a worker group: its "
                 "first stage never samples; leave out "
@@ -254,7 +250,7 @@ def refuse_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> N
     """Refuse targets that cannot provide the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
-        names = ", ".join(str(layer) for layer in layers)
+        names = ", ".join(map(str, layers))
         reading = f"heads that read layers {names}, as those in {quoted(folder)}"
         refuse_cut(model, reading)
         if model.is_multimodal_model:
@@ -269,7 +265,7 @@ def refuse_options(
 ) -> None:
     """Refuse options that contradict each other, the heads, or the target's layers."""
     given = options.model_fields_set
-    exits = config.exit_layer or ()
+    exit_layer = config.exit_layer
     folder = quoted(options.model)
     last = config.num_layers - 1
     half = (config.num_layers + 1) // 2
@@ -288,12 +284,12 @@ def refuse_options(
             raise OptionError(
                 f"{drafted} is more than the model's vocabulary of {all_tokens}"
             )
-        instead = (
-            "leave it out"
-            if heads.names_target
-            else "run `ppd calibrate` on them first"
-        )
         if config.draft_vocab_size and heads.counts_tensor is None:
+            instead = (
+                "leave it out"
+                if heads.names_target
+                else "run `ppd calibrate` on them first"
+            )
             raise OptionError(
                 f"{drafted} needs token counts, which the heads in {folder} do not "
                 f"have; {instead}"
@@ -304,43 +300,35 @@ def refuse_options(
                 "it out"
             )
 
-    outside = [layer for layer in exits if not 1 <= layer <= last]
-    if outside:
-        raise OptionError(
-            f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has "
-            f"{config.num_layers} layers"
-        )
-    with_head = getattr(heads, "exit_layers", exits)
-    headless = [layer for layer in exits if layer not in with_head]
-    if headless and "exit_layer" not in given:
-        raise OptionError(
-            f"the heads in {folder} have no exit in {half}..{last}, where a worker "
-            "group's stages can be split; train one there, or leave the heads out"
-        )
-    if headless:
-        raise OptionError(
-            f"exit_layer={quoted(headless[0])} has no head in {folder}, which has "
-            f"heads for layers {', '.join(map(str, with_head))}"
-        )
-    if len(exits) > 1:
-        raise OptionError(
-            f"exit_layer={','.join(map(str, exits))} names several layers, of which a "
-            "step can use one; give one of them"
-        )
-    if config.stages > 1 and exits[0] < half:
-        raise OptionError(
-            f"exit_layer={','.join(map(str, exits))} cannot split two pipeline "
-            f"stages; give one layer in {half}..{last}"
-        )
+    if exit_layer is not None:
+        if exit_layer > last:
+            raise OptionError(
+                f"exit_layer={exit_layer} is outside 1..{last}; this model has "
+                f"{config.num_layers} layers"
+            )
+        with_head = getattr(heads, "exit_layers", [exit_layer])
+        if exit_layer not in with_head and "exit_layer" not in given:
+            raise OptionError(
+                f"the heads in {folder} have no exit in {half}..{last}, where a worker "
+                "group's stages can be split; train one there, or leave the heads out"
+            )
+        if exit_layer not in with_head:
+            raise OptionError(
+                f"exit_layer={exit_layer} has no head in {folder}, which has heads for "
+                f"layers {', '.join(map(str, with_head))}"
+            )
+        if config.stages > 1 and exit_layer < half:
+            raise OptionError(
+                f"exit_layer={exit_layer} cannot split two pipeline stages; give one "
+                f"layer in {half}..{last}"
+            )
 
     # Tokens of a group and unverified tokens are final.
-    final = (
-        "pipeline parallelism"
-        if config.stages > 1
-        else None
-        if config.verify
-        else "verify: false"
-    )
+    final = None
+    if config.stages > 1:
+        final = "pipeline parallelism"
+    elif not config.verify:
+        final = "verify: false"
     if final and options.adaptive and "adaptive" in given:
         raise OptionError(
             f"adaptive has no effect with {final}: no drafted token is rejected "
@@ -393,7 +381,7 @@ def refuse_complete_config(config: DraftingConfig) -> None:
     """Refuse settings that vLLM decides last: it turns breakable graphs on for some
     models and for invariance.
     """
-    if config.cuts and platform.breakable_graphs():
+    if config.cuts and platform.variable("VLLM_USE_BREAKABLE_CUDAGRAPH"):
         raise OptionError(
             f"breakable CUDA graphs are not supported with method {config.method!r}, "
             "which runs parts of the target; set VLLM_USE_BREAKABLE_CUDAGRAPH=0 "

@@ -1,70 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a single request, in vLLM's `vllm_xargs` (offline:
 SamplingParams(extra_args={...})).
-
-ppd_draft   false: do not draft for this request
-ppd_eps_b   0..1: back-off threshold of this request (method dynamo)
-
-JSON's true and false arrive as 1 and 0, since vLLM's request model has only strings,
-numbers and lists.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from vllm_ppd.heads.text import quoted, shortened
+from pydantic import BaseModel, Field, ValidationError
+
+from vllm_ppd.heads.text import first_problem, quoted, shortened
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
-DRAFT = "ppd_draft"
-EPS_B = "ppd_eps_b"
-OPTIONS = (DRAFT, EPS_B)
-PREFIX = "ppd"
+LONGEST_NAME = 32  # characters of a key that are compared
 # Difflib ratio above which a key without our prefix counts as a misspelt key of ours
 NEAR = 0.85
-LONGEST_NAME = 32  # characters compared
-_TEXTS = {"true": True, "false": False}
 
 
-def drafting_allowed(extra_args: Mapping[str, Any] | None) -> bool:
-    """Whether a request wants drafts.
+class RequestOptions(BaseModel):
+    """Options that a request may set; others in the same dictionary are not ours.
 
-    Raises:
-        ValueError: if the value is not a truth value: a bool, 0, 1, "true" or "false".
+    JSON's true and false arrive as 1 and 0, since vLLM's request model has only
+    strings, numbers and lists.
     """
-    value = (extra_args or {}).get(DRAFT, True)
-    truth = _TEXTS.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(truth, int) and truth in (0, 1):
-        return bool(truth)
-    raise ValueError(
-        f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a boolean; use true or false"
+
+    ppd_draft: bool = Field(True, description="false: do not draft for this request")
+    ppd_eps_b: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
+        None, description="back-off threshold of this request (method dynamo)"
     )
 
 
-def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
-    """The eps_b that a request sets, or None.
+def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """The options of a request.
 
     Raises:
-        ValueError: if the value is not a number in 0..1.
+        ValueError: if a value is of another type, or out of range.
     """
-    if not extra_args or EPS_B not in extra_args:
-        return None
-    value = extra_args[EPS_B]
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value <= 1
-    ):
-        raise ValueError(
-            f"vllm_xargs[{EPS_B!r}]={quoted(value)} is not a number from 0 to 1"
-        )
-    return float(value)
+    try:
+        return RequestOptions.model_validate(extra_args or {})
+    except ValidationError as error:
+        problem = first_problem(error, lambda name: f"vllm_xargs[{name!r}]")
+        raise ValueError(problem) from None
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
@@ -73,13 +54,14 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
     Raises:
         ValueError: naming the nearest key.
     """
-    for key in (
-        key for key in extra_args or () if isinstance(key, str) and key not in OPTIONS
-    ):
-        name = key.strip()[:LONGEST_NAME].lower()
-        if near := difflib.get_close_matches(
-            name, OPTIONS, n=1, cutoff=0 if name.startswith(PREFIX) else NEAR
-        ):
+    known = list(RequestOptions.model_fields)
+    for key in extra_args or ():
+        if key in known:
+            continue
+        name = str(key).strip()[:LONGEST_NAME].lower()
+        cutoff = 0 if name.startswith("ppd") else NEAR
+        near = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+        if near:
             raise ValueError(
                 f"vllm_xargs has no key {quoted(key)}; did you mean {near[0]!r}?"
             )
@@ -124,19 +106,11 @@ def check(params: Any, config: DraftingConfig) -> None:
     extra_args = getattr(params, "extra_args", None)
     try:
         check_names(extra_args)
-        drafting_allowed(extra_args)
-        if (
-            back_off_threshold(extra_args) is not None
-            and "eps_b" not in config.spec.request_options
-        ):
-            methods = " and ".join(
-                repr(name)
-                for name, spec in METHODS.items()
-                if "eps_b" in spec.request_options
-            )
+        sets_eps_b = request_options(extra_args).ppd_eps_b is not None
+        if sets_eps_b and "eps_b" not in config.spec.request_options:
             raise ValueError(
-                f"vllm_xargs[{EPS_B!r}] is an option of method {methods}, not of this "
-                "server's; omit it"
+                "vllm_xargs['ppd_eps_b'] is not an option of this server's method "
+                f"{config.method!r}; omit it"
             )
     except ValueError as error:
         raise platform.invalid_request(

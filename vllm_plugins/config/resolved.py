@@ -3,16 +3,14 @@
 
 from typing import Any
 
-from pydantic import Field
-
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS, WORKER, MethodSpec
 
 
 class DraftingConfig(DraftingOptions):
-    """Options resolved for a target: exit layers are known and within the model (None:
-    not used).
+    """Options resolved for a target: the exit layer is known and within the model
+    (None: not used).
     """
 
     num_layers: int
@@ -20,8 +18,6 @@ class DraftingConfig(DraftingOptions):
     # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
-    # The heads' calibration gives these
-    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)
 
     @property
     def spec(self) -> MethodSpec:
@@ -31,34 +27,28 @@ class DraftingConfig(DraftingOptions):
     @property
     def worker(self) -> str:
         """Dotted path of the worker that vLLM starts."""
-        group = self.spec.group if self.stages > 1 else None
-        return WORKER if group is None else group.worker
+        return self.spec.group_worker if self.stages > 1 else WORKER
 
     def choice_of_drafts(self) -> dict[str, Any]:
         """vLLM's options for its choice of the number of drafts."""
         if self.stages > 1:
             return {}
+        drafts = self.num_speculative_tokens
         limit = self.disable_by_batch_size
-        ranges = [(first, last, n) for first, last, n in self.drafts_by_batch_size]
-        if (
-            self.adaptive
-        ):  # vLLM captures graphs for these; our scheduler then chooses among them
-            ranges = [(1, 1, self.num_speculative_tokens), (2, LARGEST_BATCH, 0)]
+        if self.adaptive:
+            # vLLM captures graphs for these; our scheduler then chooses among them
+            ranges = [(1, 1, drafts), (2, LARGEST_BATCH, 0)]
         elif limit is not None:
-            ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
-            ranges = [
-                (first, min(last, limit), n)
-                for first, last, n in ranges
-                if first <= limit
-            ]
-            ranges.append((limit + 1, LARGEST_BATCH, 0))
-        return {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
+            ranges = [(1, limit, drafts), (limit + 1, LARGEST_BATCH, 0)]
+        else:
+            return {}
+        return {"num_speculative_tokens_per_batch_size": ranges}
 
     @property
     def split(self) -> int:
         """The layer after which a worker group's first stage ends, d_bar."""
         assert self.stages > 1 and self.exit_layer is not None
-        return self.exit_layer[0]
+        return self.exit_layer
 
     @property
     def partition(self) -> str:
@@ -67,7 +57,39 @@ class DraftingConfig(DraftingOptions):
 
     def summary(self) -> str:
         """The start-up line: method, layers, heads and limits of drafting."""
-        parts = [*self._place(), self._heads(), self._drafts(), *self._limits()]
+        grouped = self.stages > 1
+        parts = []
+        if grouped:
+            layers = self.partition.replace(",", " and ")
+            parts.append(f"worker group over 2 pipeline stages of {layers} layers")
+            if self.candidates > 1:
+                parts.append(f"{self.candidates} candidates")
+        elif self.exit_layer is not None:
+            parts.append(f"exit layer {self.exit_layer} of {self.num_layers}")
+        if self.model:
+            parts.append(f"heads {self.model} ({self.heads_summary})")
+        elif self.spec.looks_up_alone:
+            parts.append(
+                "no heads (train some, or set exit_layer for early drafting without "
+                "heads)"
+            )
+        else:
+            parts.append("no heads (final norm and LM head of the target)")
+        if grouped:
+            parts.append(f"{self.num_speculative_tokens + 1} micro-steps a step")
+        else:
+            most = "up to " if self.adaptive else ""
+            parts.append(
+                f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})"
+            )
+        if self.prompt_lookup_min:
+            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
+        if self.draft_vocab_size:
+            parts.append(f"draft vocabulary {self.draft_vocab_size}")
+        if self.exit_layer and not grouped:
+            parts.append(f"gamma {self.gamma:g}")
+        if self.eps_b is not None:
+            parts.append(f"eps_b {self.eps_b:g}")
         cut_off = "none"
         if self.disable_by_batch_size:
             cut_off = f"above {self.disable_by_batch_size} requests"
@@ -75,53 +97,3 @@ class DraftingConfig(DraftingOptions):
             f"drafting with method {self.method}: {', '.join(parts)}, batch cut-off: "
             f"{cut_off}"
         )
-
-    def _place(self) -> list[str]:
-        if self.stages > 1:
-            layers = self.partition.replace(",", " and ")
-            candidates = (
-                "1 candidate"
-                if self.candidates == 1
-                else f"{self.candidates} candidates"
-            )
-            return [
-                f"worker group over 2 pipeline stages of {layers} layers",
-                candidates,
-            ]
-        if self.exit_layer is None:
-            return []
-        exits = "/".join(str(layer) for layer in self.exit_layer)
-        return [f"exit layer {exits} of {self.num_layers}"]
-
-    def _heads(self) -> str:
-        if self.model:
-            about = f" ({self.heads_summary})" if self.heads_summary else ""
-            return f"heads {self.model}{about}"
-        if self.spec.looks_up_alone:
-            return (
-                "no heads (train some, or set exit_layer for early drafting without "
-                "heads)"
-            )
-        return "no heads (final norm and LM head of the target)"
-
-    def _drafts(self) -> str:
-        if self.stages > 1:
-            return f"{self.num_speculative_tokens + 1} micro-steps a step"
-        drafts = f"{self.num_speculative_tokens} drafts"
-        if self.adaptive:
-            drafts = f"up to {drafts}"
-        if self.drafts_by_batch_size:
-            drafts += " by batch size"
-        return f"{drafts} ({self.draft_sample_method})"
-
-    def _limits(self) -> list[str]:
-        limits = []
-        if self.prompt_lookup_min:
-            limits.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
-        if self.draft_vocab_size:
-            limits.append(f"draft vocabulary {self.draft_vocab_size}")
-        if self.exit_layer and self.stages == 1:
-            limits.append(f"gamma {self.gamma:g}")
-        if self.eps_b is not None:
-            limits.append(f"eps_b {self.eps_b:g}")
-        return limits

@@ -12,16 +12,14 @@ host.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from vllm_ppd.kernels.sampling import Sampling
 
 if TYPE_CHECKING:
-    from vllm_ppd.model_patches.base import CutState
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
@@ -34,12 +32,6 @@ class LookedUp(NamedTuple):
     matched: torch.Tensor  # [requests] bool, whether the request has looked-up drafts
     token_ids: torch.Tensor  # [requests, K] int64, arbitrary where there is no match
 
-    def at(self, offset: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """The drafts at an offset: looked-up ones where there is a match, else
-        token_ids [requests].
-        """
-        return torch.where(self.matched, self.token_ids[:, offset], token_ids)
-
 
 @dataclass(frozen=True)
 class DraftInputs:
@@ -51,33 +43,14 @@ class DraftInputs:
     # [requests] int64, index of that state's token within the step's tokens
     places: torch.Tensor
     num_drafts: int  # K, the most drafts of any request
-    sampling: Sampling | None = None  # None: every draft is the best token
-    # Request options by name, [requests], or NaN
-    options: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    context: torch.Tensor | None = (
-        # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
-        None
-    )
+    # [requests] float32, the requests' back-off thresholds, NaN if unset
+    eps_b: torch.Tensor
+    sampling: Sampling | None  # None: every draft is the best token
+    # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+    context: torch.Tensor | None
     # Drafts that will replace the method's: a method whose drafts run layers of the
     # target must run them over these.
-    looked_up: LookedUp | None = None
-
-
-class FirstStack(Protocol):
-    """The target's layers up to the exit, for methods with `cuts` in their MethodSpec."""
-
-    def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run them over one token per request, and keep its state for the next step.
-
-        Args:
-            offset: tokens from the newest one, which is at 0.
-            token_ids: [requests] int64; an INVALID one runs as some token.
-
-        Returns:
-            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
-            rows that may not draft so far.
-        """
-        ...
+    looked_up: LookedUp | None
 
 
 @dataclass(frozen=True)
@@ -89,19 +62,15 @@ class Drafts:
     counts: torch.Tensor | None = None
 
 
-def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """The parts' tensors joined along the first axis; None if they have none."""
-    tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else None
-
-
 class Drafter(ABC):
     """A drafting method, built once per engine, before vLLM measures the memory left
     for its KV cache.
     """
 
-    vocabulary: DraftVocabulary | None = None  # tokens that may be drafted; None: all
+    vocabulary: DraftVocabulary | None = None  # if the method reads it
     context_tokens: int = 0  # latest tokens of each request that propose needs
+    # Requests that propose gets at once, by its memory; None: all
+    requests_at_once: int | None = None
 
     @abstractmethod
     def load(self, config: DraftingConfig, target: Target) -> None:
@@ -120,30 +89,7 @@ class Drafter(ABC):
             self.vocabulary.refresh()
 
     @abstractmethod
-    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
+    def propose(self, step: DraftInputs) -> Drafts:
         """Draft up to K tokens per request. Called under inference mode; never
         synchronises with the device.
         """
-
-
-class ChainDrafter(Drafter):
-    """A drafter of chains of K drafts, for as many requests at once as memory allows."""
-
-    requests_at_once: int
-
-    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
-        requests = len(step.newest_ids)
-        size = self.requests_at_once
-        parts = [
-            self.drawn(step, slice(start, start + size))
-            for start in range(0, requests, size)
-        ]
-        return Drafts(self.ids(parts[0] if len(parts) == 1 else torch.cat(parts)))
-
-    @abstractmethod
-    def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
-        """Drafts of some requests as entries of the draft vocabulary: [requests, K]."""
-
-    def ids(self, entries: torch.Tensor) -> torch.Tensor:
-        """Entries of the draft vocabulary as token IDs."""
-        return entries if self.vocabulary is None else self.vocabulary.ids(entries)

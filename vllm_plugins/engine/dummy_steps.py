@@ -19,10 +19,11 @@ from typing_extensions import Self
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
-from vllm_ppd.vllm_plugins.config.request_options import EPS_B
-
-PROMPT = 4  # tokens
-TOKEN = 1  # the token of prompts and looked-up drafts
+TOKEN = 1  # the token of prompts, and of drafts as the scheduler names them
+# Steps with each number of drafts
+WARM = 2
+TIMED = 8
+STEPS = WARM + TIMED
 
 
 class DummyBatch:
@@ -34,127 +35,111 @@ class DummyBatch:
     Args:
         runner: vLLM's model runner, its KV cache allocated.
         requests: number of requests.
-        length: most tokens of each, drafts included; see `most_requests`.
+        counts: numbers of drafts of the steps to come.
     """
 
-    drafts = 0  # to make after the next step
-
-    def __init__(self, runner: Any, requests: int, length: int) -> None:
+    def __init__(self, runner: Any, requests: int, counts: Sequence[int]) -> None:
         self.runner = runner
-        self.names = [f"vllm-ppd dummy {i}" for i in range(requests)]
-        self.emitted = [0] * requests
+        self.max_drafts = max(counts)
         numbers = itertools.count(1)  # block 0 is vLLM's null block
-        self._blocks = [
-            tuple(
-                [next(numbers) for _ in range(count)]
-                for count in blocks_per_request(runner, length)
+        sizes = blocks_per_request(runner, counts, STEPS)
+        self.blocks = {
+            f"vllm-ppd dummy {i}": tuple(
+                list(itertools.islice(numbers, size)) for size in sizes
             )
-            for _ in range(requests)
-        ]
+            for i in range(requests)
+        }
+        self.emitted = 1  # tokens, if every draft is accepted
 
     def __enter__(self) -> Self:
-        at_once = max(1, self.runner.scheduler_config.max_num_batched_tokens // PROMPT)
         # Sampled, as greedy requests verify slightly faster. No draft is dropped for
         # lack of confidence.
         params = SamplingParams(
             temperature=1.0,
             max_tokens=self.runner.max_model_len,
-            extra_args={EPS_B: 0.0},
+            extra_args={"ppd_eps_b": 0.0},
         )
-        for start in range(0, len(self.names), at_once):
-            output = SchedulerOutput.make_empty()
-            # The runner learns with the next step that an idle engine's last requests
-            # have ended.
-            output.finished_req_ids = set(self.runner.req_states.req_id_to_index) - set(
-                self.names
+        output = SchedulerOutput.make_empty()
+        # The runner learns with the next step that an idle engine's last requests have
+        # ended.
+        output.finished_req_ids = set(self.runner.req_states.req_id_to_index)
+        output.scheduled_new_reqs = [
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=[TOKEN],
+                mm_features=[],
+                sampling_params=params,
+                pooling_params=None,
+                block_ids=blocks,
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=[TOKEN],
             )
-            output.scheduled_new_reqs = [
-                NewRequestData(
-                    req_id=self.names[i],
-                    prompt_token_ids=[TOKEN] * PROMPT,
-                    mm_features=[],
-                    sampling_params=params,
-                    pooling_params=None,
-                    block_ids=self._blocks[i],
-                    num_computed_tokens=0,
-                    lora_request=None,
-                    prefill_token_ids=[TOKEN] * PROMPT,
-                )
-                for i in range(start, min(start + at_once, len(self.names)))
-            ]
-            self._run(output, {new.req_id: PROMPT for new in output.scheduled_new_reqs})
+            for name, blocks in self.blocks.items()
+        ]
+        self._run(output, tokens=1, drafts=self.max_drafts)
         return self
 
     def __exit__(self, *_: object) -> None:
         output = SchedulerOutput.make_empty()
-        output.finished_req_ids = set(self.names)
+        output.finished_req_ids = set(self.blocks)
         self.runner.execute_model(output)
 
-    def decode(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Run a decode step that verifies drafts of each request."""
+    def decode(self, drafts: int) -> None:
+        """Run a decode step that verifies a number of drafts of each request, of which
+        the step before made as many or more, and makes that number.
+        """
+        names = list(self.blocks)
         output = SchedulerOutput.make_empty()
-        output.scheduled_spec_decode_tokens = {
-            name: list(ids) for name, ids in zip(self.names, drafts, strict=True) if ids
-        }
+        if drafts:
+            verified = {name: [TOKEN] * drafts for name in names}
+            output.scheduled_spec_decode_tokens = verified
         cached = CachedRequestData.make_empty()
-        cached.req_ids = list(self.names)
-        cached.new_block_ids = [None] * len(self.names)
-        cached.num_computed_tokens = [PROMPT + emitted - 1 for emitted in self.emitted]
-        cached.num_output_tokens = list(self.emitted)
+        cached.req_ids = names
+        cached.new_block_ids = [None] * len(names)
+        cached.num_computed_tokens = [self.emitted] * len(names)
+        cached.num_output_tokens = [self.emitted] * len(names)
         output.scheduled_cached_reqs = cached
-        self._run(
-            output,
-            {name: 1 + len(ids) for name, ids in zip(self.names, drafts, strict=True)},
-        )
+        self._run(output, tokens=1 + drafts, drafts=drafts)
+        self.emitted += 1 + drafts
 
-    def _run(self, output: SchedulerOutput, tokens: dict[str, int]) -> None:
-        output.num_scheduled_tokens = tokens
-        output.total_num_scheduled_tokens = sum(tokens.values())
-        output.num_spec_tokens_to_schedule = self.drafts
+    def _run(self, output: SchedulerOutput, tokens: int, drafts: int) -> None:
+        """Run a step of so many tokens a request, which makes so many drafts of each."""
+        output.num_scheduled_tokens = dict.fromkeys(self.blocks, tokens)
+        output.total_num_scheduled_tokens = tokens * len(self.blocks)
+        output.num_spec_tokens_to_schedule = drafts
         self.runner.execute_model(output)
         self.runner.sample_tokens(None)
-        self.emitted = [
-            emitted + tokens.get(name, 0)
-            for name, emitted in zip(self.names, self.emitted, strict=True)
-        ]
-
-
-def blocks_per_request(runner: Any, length: int) -> list[int]:
-    """KV blocks of a request with a number of tokens in each KV cache group."""
-    sizes = [
-        group.kv_cache_spec.block_size
-        for group in runner.kv_cache_config.kv_cache_groups
-    ]
-    return [-(-length // size) for size in sizes]
 
 
 def length_needed(counts: Sequence[int], steps: int) -> int:
     """Tokens that a request needs for `steps` steps with each number of drafts, and for
     the drafts of the last.
     """
-    return PROMPT + 1 + sum(steps * (1 + count) for count in counts) + max(counts) + 1
+    emitted = sum(steps * (1 + count) for count in counts)
+    return 2 + emitted + max(counts) + 1
+
+
+def blocks_per_request(runner: Any, counts: Sequence[int], steps: int) -> list[int]:
+    """KV blocks of such a request in each KV cache group."""
+    length = length_needed(counts, steps)
+    groups = runner.kv_cache_config.kv_cache_groups
+    return [-(-length // group.kv_cache_spec.block_size) for group in groups]
 
 
 def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
     """The largest batch for which a number of steps can run; 0 if requests cannot be
     long enough.
     """
-    scheduler = runner.scheduler_config
-    length = length_needed(counts, steps)
-    if length > runner.max_model_len:
+    if length_needed(counts, steps) > runner.max_model_len:
         return 0
-    blocks = sum(blocks_per_request(runner, length))
+    scheduler = runner.scheduler_config
+    blocks = sum(blocks_per_request(runner, counts, steps))
     return min(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens // (1 + max(counts)),
         (runner.kv_cache_config.num_blocks - 1) // max(blocks, 1),
     )
-
-
-# Steps with each number of drafts
-WARM = 2
-TIMED = 8
-STEPS = WARM + TIMED
 
 
 def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]:
@@ -168,18 +153,14 @@ def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]
     seconds = {}
     runner.kv_connector.set_disabled(True)
     try:
-        with DummyBatch(runner, requests, length_needed(counts, STEPS)) as batch:
-            # A first step verifies the drafts of the number before it, of which there
-            # must be enough.
+        with DummyBatch(runner, requests, counts) as batch:
             for count in sorted(counts, reverse=True):
-                batch.drafts = count
-                drafts = [[TOKEN] * count] * requests
                 for _ in range(WARM):
-                    batch.decode(drafts)
+                    batch.decode(count)
                 wait(runner)
                 started = time.perf_counter()
                 for _ in range(TIMED):
-                    batch.decode(drafts)
+                    batch.decode(count)
                 wait(runner)
                 seconds[count] = (time.perf_counter() - started) / TIMED
     finally:

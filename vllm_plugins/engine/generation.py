@@ -9,7 +9,7 @@ from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
 from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import Continuation, Sampling
+from vllm_ppd.heads.generation.write import Sampling
 from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
@@ -31,34 +31,19 @@ class OfflineEngine:
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
-        params = [self._params(sampling, seed) for seed in seeds]
+    ) -> list[Any]:
+        # Explicit, as vLLM's defaults follow the model's generation_config.json
+        params = [SamplingParams(**sampling._asdict(), seed=seed) for seed in seeds]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
-            inputs, params, use_tqdm=partial(tqdm, leave=False)
+            inputs,
+            params,
+            use_tqdm=partial(tqdm, leave=False),
         )
-        answers = [output.outputs[0] for output in outputs]
-        return [
-            Continuation(list(a.token_ids), a.text, str(a.finish_reason))
-            for a in answers
-        ]
+        return [output.outputs[0] for output in outputs]
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
-
-    def _params(self, sampling: Sampling, seed: int) -> SamplingParams:
-        """vLLM's parameters; explicit, as its defaults follow the model's
-        generation_config.json.
-        """
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            stop_token_ids=list(sampling.stop_ids) or None,
-            stop=[sampling.stop_text] if sampling.stop_text else None,
-            detokenize=sampling.wants_text,
-        )
 
 
 def engine_arguments(options: DataOptions) -> dict[str, Any]:
@@ -74,11 +59,9 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
     }
     if platform.is_cpu():
         arguments |= _cpu_arguments(options)
-    return (
-        arguments
-        if options.kv_cache_gib is None
-        else arguments | platform.kv_cache(options.kv_cache_gib)
-    )
+    if options.kv_cache_gib is not None:
+        arguments |= platform.kv_cache(options.kv_cache_gib)
+    return arguments
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:

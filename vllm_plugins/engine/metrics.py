@@ -85,7 +85,6 @@ COUNTERS = {
         "request."
     ),
 }
-_NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
 GROUP = "group_"  # prefix of a worker group's counters
 # Of a ModelRunnerOutput: counts, and whether each request had a lookup match
@@ -100,27 +99,25 @@ class Counters:
     """The worker's side; only the counts of the first rank of a pipeline stage are published."""
 
     def __init__(self) -> None:
-        self.values = np.zeros(len(COUNTERS))
-        self._told = np.zeros(len(COUNTERS))
+        self.values = np.zeros(len(COUNTERS))  # since the last take
 
     def add(self, name: str, amount: float = 1) -> None:
-        if amount:
-            self.values[_COLUMN[name]] += amount
+        self.values[_COLUMN[name]] += amount
 
     def take(self) -> np.ndarray:
         """The counts since the last call: [counters]."""
-        new = self.values - self._told
-        self._told[:] = self.values
+        new = self.values.copy()
+        self.values[:] = 0
         return new
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Discard the counts within a context."""
-        before = self.values.copy(), self._told.copy()
+        before = self.values.copy()
         try:
             yield
         finally:
-            self.values[:], self._told[:] = before
+            self.values[:] = before
 
     def take_in(self, amounts: np.ndarray) -> None:
         """Add the counts of another stage: [counters]."""
@@ -128,13 +125,10 @@ class Counters:
 
     def attach(self, output: Any) -> None:
         """Attach new counts to a step's output."""
-        new = self.take()
-        if new.any():
-            setattr(
-                output,
-                ATTRIBUTE,
-                {_NAMES[column]: float(new[column]) for column in new.nonzero()[0]},
-            )
+        amounts = zip(COUNTERS, self.take().tolist(), strict=True)
+        new = {name: amount for name, amount in amounts if amount}
+        if new:
+            setattr(output, ATTRIBUTE, new)
 
 
 _totals = dict.fromkeys(COUNTERS, 0.0)
@@ -166,24 +160,24 @@ class Published:
     def __init__(self, model_name: str, engines: Iterable[int], group: bool) -> None:
         from prometheus_client import Counter
 
-        self.model_name = model_name
+        self._series: dict[tuple[str, int], Any] = {}
         for name, text in COUNTERS.items():
             if name.startswith(GROUP) and not group:
                 continue
             base, _, reason = name.partition("/")
+            of_reason = {"reason": reason} if reason else {}
             if base not in self._counters:
-                labels = ["model_name", "engine", *["reason"] * bool(reason)]
+                labels = ["model_name", "engine", *of_reason]
                 self._counters[base] = Counter(f"ppd:{base}", text, labelnames=labels)
             for engine in engines:
-                self._of(name, engine)  # exported as 0 from the start
+                # Exported as 0 from the start
+                self._series[name, engine] = self._counters[base].labels(
+                    model_name=model_name,
+                    engine=str(engine),
+                    **of_reason,
+                )
 
     def observe(self, counts: Counts, engine: int) -> None:
         for name, amount in counts.items():
-            if name.partition("/")[0] in self._counters and amount > 0:
-                self._of(name, engine).inc(amount)
-
-    def _of(self, name: str, engine: int) -> Any:
-        base, _, reason = name.partition("/")
-        return self._counters[base].labels(
-            self.model_name, str(engine), *[reason] * bool(reason)
-        )
+            if (name, engine) in self._series:
+                self._series[name, engine].inc(amount)

@@ -7,8 +7,6 @@ Overrides, each of which calls vLLM's:
                       ours for that moment
     load_model        RejectionSampler, a global of vLLM's module, is ours for that
                       moment
-    initialize_kv_cache   a speculator may run graphs of its own in place of the
-                          target's
     add_requests      reads a request's options for drafting
     execute_model     ends the speculator's step, also after an exception
     sample_tokens     our counters travel with the step's output; a step without drafts
@@ -42,7 +40,6 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     speculator: Speculator
     req_states: Any
-    cudagraph_manager: Any
     execute_model_state: Any
     num_speculative_steps: int
     sample: Any
@@ -53,7 +50,6 @@ class DraftingRunnerMixin(UpdatedRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)
         stock = model_runner.RequestState
-        assert config.spec.speculator is not None
         # vLLM sets this for its own lookups, too
         dense = (
             {}
@@ -73,17 +69,11 @@ class DraftingRunnerMixin(UpdatedRunner):
             RejectionSampler=functools.partial(Verification, self.speculator),
         ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-        self.speculator.bind(self)
+        self.speculator.runner = self
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
         self.speculator.drafter.refresh()
-
-    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(
-            self.cudagraph_manager.run_fullgraph
-        )
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
@@ -101,15 +91,17 @@ class DraftingRunnerMixin(UpdatedRunner):
         return batch
 
     def _set_active_loras(
-        self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any
+        self,
+        prompt_lora_mapping: Sequence[int],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Set the adapter of each row of logits. vLLM sets one a request, but a request
         has a row for each draft.
         """
-        logits = self._logits
-        self._logits = None
-        if logits is not None:  # not a dummy step
-            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, logits))
+        if self._logits is not None:  # not a dummy step
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._logits))
+            self._logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:

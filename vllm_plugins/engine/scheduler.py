@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
+from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
 from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
@@ -127,7 +127,7 @@ class DraftingScheduler(CountingScheduler):
         super().add_request(request)
         params = request.sampling_params
         kind = OPTED_OUT
-        if params is not None and drafting_allowed(params.extra_args):
+        if params is not None and request_options(params.extra_args).ppd_draft:
             kind = GREEDY if params.temperature == 0 else 0
         self._kinds[request.request_id] = kind
         if len(self._kinds) > 2 * len(self.requests) + MAX_FINISHED:

@@ -14,10 +14,10 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts, FirstStack, LookedUp
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.staging import (
@@ -51,37 +51,31 @@ class Speculator(DraftModelSpeculator):
     DraftModelSpeculator, since vLLM calls load_model for such only.
     """
 
+    runner: Any  # the model runner, once it has loaded the target
     drafter: Drafter
     target: Target
     staging: Staging
-    first_stack: FirstStack | None = None  # of a target that the drafter cuts
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.config = required_config(vllm_config, self)
         super().__init__(vllm_config, device)
         self.req_states = req_states
+        rows = self.max_num_reqs
         drafts = self.num_speculative_steps
         vocab_size = vllm_config.model_config.get_vocab_size()
-        self.options = RequestOptions(
-            self.max_num_reqs, drafts, vocab_size, device, self.config.verify
-        )
+        verified = self.config.verify
+        self.options = RequestOptions(rows, drafts, vocab_size, device, verified)
         self.counters = Counters()
         # Whether drafts of sampling requests are drawn, with the target's own random
         # numbers; else each is the best.
         self.sampled = (
-            self.config.draft_sample_method == "probabilistic" or not self.config.verify
-        )
-        self.draft_tokens = torch.zeros(
-            self.max_num_reqs, drafts, dtype=torch.int64, device=device
+            self.config.draft_sample_method == "probabilistic" or not verified
         )
         self.lookup: Lookup | None = None
-        if (shortest := self.config.prompt_lookup_min) is not None:
-            self.lookup = Lookup(
-                shortest, self.max_num_reqs, drafts, req_states, device
-            )
-        self.unverified: UnverifiedDrafts | None = None
-        if not self.config.verify:
-            self.unverified = UnverifiedDrafts(self.max_num_reqs, device)
+        shortest = self.config.prompt_lookup_min
+        if shortest is not None:
+            self.lookup = Lookup(shortest, rows, drafts, req_states, device)
+        self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
         # vLLM reads such attributes to measure their memory
@@ -91,7 +85,9 @@ class Speculator(DraftModelSpeculator):
     # Start ----------------------------------------------------------------------------
 
     def load_draft_model(
-        self, target_model: Any, target_attn_layer_names: set[str]
+        self,
+        target_model: Any,
+        target_attn_layer_names: set[str],
     ) -> Any:
         """Load the drafter for the loaded target and allocate everything, before vLLM
         measures the memory left.
@@ -104,13 +100,7 @@ class Speculator(DraftModelSpeculator):
         self.target = Target(target_model, self.vllm_config, self.device)
         self.drafter = resolve_name(self.config.spec.drafter)()
         self.drafter.load(self.config, self.target)
-        reads_eps_b = "eps_b" in self.config.spec.request_options
-        self.staging = Staging(
-            self.max_num_reqs, self.target, self.drafter, self.options, reads_eps_b
-        )
-        # In place of an INVALID draft: a token of the draft vocabulary.
-        vocabulary = self.drafter.vocabulary
-        self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
+        self.staging = Staging(self.max_num_reqs, self.target, self.options)
 
     def load_model(self, target_model: Any) -> None:
         self.model = self.load_draft_model(target_model, set())
@@ -120,28 +110,18 @@ class Speculator(DraftModelSpeculator):
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         self.attn_groups: list[Any] = []  # no attention besides the target's
 
-    def bind(self, runner: Any) -> None:
-        """Take the loaded model runner."""
-        self.runner = runner
-
-    def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], Any]) -> None:
+    def _warm_up(self, sizes: Iterable[int]) -> None:
         """Draft for padding at some batch sizes, sampled and greedily, to allocate
         memory and compile kernels.
-
-        Args:
-            sizes: requests.
-            draft: of (requests, sampled).
         """
         on_gpu = [self.device] if self.device.type == "cuda" else []
-        with (
-            torch.random.fork_rng(devices=on_gpu),
-            torch.inference_mode(),
-        ):  # must not influence samples
+        # It must not influence samples
+        with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():
             self.staging.stage_nobody()
             for requests in sizes:
                 if self.sampled:
-                    draft(requests, True)
-                draft(requests, False)
+                    self._run(requests, True)
+                self._run(requests, False)
 
     # CUDA graphs ----------------------------------------------------------------------
 
@@ -152,13 +132,10 @@ class Speculator(DraftModelSpeculator):
         self.graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
         if self.sampled:
             self.sampled_graphs = CudaGraphManager(
-                config, self.device, mode, decode_query_len=1
-            )
-        wanted = self.vllm_config.compilation_config.cudagraph_mode
-        if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
-            logger.info(
-                "vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s",
-                wanted.name,
+                config,
+                self.device,
+                mode,
+                decode_query_len=1,
             )
 
     def _config_of_graphs(self) -> Any:
@@ -174,53 +151,23 @@ class Speculator(DraftModelSpeculator):
         return config
 
     def capture(self) -> None:
-        if self.graphs is not None and self.graphs.needs_capture():
-            self.graphs.capture(
-                self._captured(sampled=False), "Capturing greedy drafts"
-            )
-            self._log_batches_without_graphs(self.graphs)
-        if self.sampled_graphs is not None and self.sampled_graphs.needs_capture():
-            self.sampled_graphs.capture(
-                self._captured(sampled=True), "Capturing sampled drafts"
-            )
+        for kind, manager in (
+            ("greedy", self.graphs),
+            ("sampled", self.sampled_graphs),
+        ):
+            if manager is not None and manager.needs_capture():
+                prepare = partial(self.prepare_capture, kind == "sampled")
+                manager.capture(prepare, f"Capturing {kind} drafts")
 
-    def _log_batches_without_graphs(self, manager: CudaGraphManager) -> None:
-        sizes = range(1, self.max_num_reqs + 1)
-        eager = [
-            size
-            for size in sizes
-            if manager.dispatch(size, size, 1, 0).cg_mode != CUDAGraphMode.FULL
-        ]
-        if eager:
-            logger.info(
-                "vllm-ppd: drafts of %d to %d requests run without CUDA graphs; "
-                "raise cudagraph_capture_sizes if such batches are common",
-                eager[0],
-                eager[-1],
-            )
-
-    def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The function that runs the target's whole-model graphs."""
-        return stock
-
-    def prepare_capture(self, requests: int) -> None:
-        """Prepare the capture of a graph for a number of requests."""
+    def prepare_capture(
+        self,
+        sampled: bool,
+        desc: BatchExecutionDescriptor,
+        warmup: bool,
+    ) -> Callable[[CUDAGraphMode], None]:
+        """Prepare the capture of a graph: what it runs."""
         self.staging.stage_nobody()
-
-    def _captured(
-        self, sampled: bool
-    ) -> Callable[..., Callable[[CUDAGraphMode], None]]:
-        def create(
-            desc: BatchExecutionDescriptor, warmup: bool
-        ) -> Callable[[CUDAGraphMode], None]:
-            self.prepare_capture(desc.num_tokens)
-
-            def draft(mode: CUDAGraphMode) -> None:
-                self._draft(desc.num_tokens, sampled)
-
-            return draft
-
-        return create
+        return lambda mode: self._draft(desc.num_tokens, sampled)
 
     # A step ---------------------------------------------------------------------------
 
@@ -247,22 +194,18 @@ class Speculator(DraftModelSpeculator):
         next_prefill_tokens: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        dp_sync_state: Any = None,
+        *,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
         is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
+        **others: Any,
     ) -> torch.Tensor:
         """Draft token IDs [requests, K]."""
         started = time.perf_counter()
         requests: int = input_batch.num_reqs
-        if is_profile:
-            # A dummy run uses the memory of every code path; the first compiles the
-            # kernels of every batch size.
-            self.warm_up(batch_sizes(requests), self._draft)
-        elif dummy_run:
-            self.warm_up([requests], self._run)
+        if dummy_run:
+            # A profile uses the memory of every code path, and compiles the kernels of
+            # every batch size.
+            self._warm_up(batch_sizes(requests) if is_profile else [requests])
         else:
             end = StepEnd(
                 input_batch.idx_mapping,
@@ -274,13 +217,11 @@ class Speculator(DraftModelSpeculator):
                 last_hidden_states,
                 seeds,
             )
-            self._run(requests, self._samples(input_batch.idx_mapping_np), end)
+            settings = self.options.settings[input_batch.idx_mapping_np]
+            sampled = self.sampled and settings[:, Setting.TEMPERATURE].any()
+            self._run(requests, sampled, end)
             self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
-
-    def _samples(self, rows: np.ndarray) -> bool:
-        """Whether drafts of any of some request rows are drawn."""
-        return self.sampled and not self.options.is_greedy[rows].all()
 
     def _run(self, requests: int, sampled: bool, end: StepEnd | None = None) -> None:
         """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one
@@ -289,29 +230,15 @@ class Speculator(DraftModelSpeculator):
         manager = self.sampled_graphs if sampled else self.graphs
         graph = None
         if manager is not None:
-            graph = manager.dispatch(requests, requests, 1, 0)
-            if graph.cg_mode != CUDAGraphMode.FULL:
-                graph = None
+            dispatched = manager.dispatch(requests, requests, 1, 0)
+            if dispatched.cg_mode == CUDAGraphMode.FULL:
+                graph = dispatched
         if end is not None:
             self.staging.stage(end, requests if graph is None else graph.num_tokens)
-            if self.staging.context is not None:
-                self._stage_context(end.rows, self.staging.context[:requests])
-        if graph is None:
+        if manager is None or graph is None:
             self._draft(requests, sampled)
         else:
-            assert manager is not None
             manager.run_fullgraph(graph)
-
-    def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Stage the latest tokens, newest first, -1 for missing ones."""
-        states = self.req_states
-        at = (
-            states.total_len.gpu[rows].long()[:, None]
-            - 1
-            - torch.arange(out.shape[1], device=out.device)
-        )
-        tokens = states.all_token_ids.gpu[rows[:, None], at.clamp(min=0)].long()
-        out.copy_(torch.where(at < 0, -1, tokens))
 
     def _draft(self, requests: int, sampled: bool) -> None:
         """Draft for the staged requests, and leave the tokens that the next step embeds
@@ -319,39 +246,45 @@ class Speculator(DraftModelSpeculator):
 
         Part of a CUDA graph.
         """
-        rows = self.staging.rows[:requests]
-        looked_up = None if self.lookup is None else self.lookup.find(rows)
-        inputs = self.staging.inputs(
-            requests, sampled, self.num_speculative_steps, looked_up
-        )
-        drafts = self.drafter.propose(inputs, self.first_stack)
-        max_drafts = self.staging.setting(Setting.MAX_DRAFTS, requests).long()
-        self._count_invalid(drafts, rows, max_drafts)
-        self._keep(drafts, looked_up)
-        if self.unverified is not None:
-            self.unverified.store(rows, drafts, max_drafts)
+        size = self.drafter.requests_at_once or requests
+        for start in range(0, requests, size):
+            self._draft_for(slice(start, min(start + size, requests)), sampled)
 
-    def _count_invalid(
-        self, drafts: Drafts, rows: torch.Tensor, max_drafts: torch.Tensor
-    ) -> None:
-        """Count the requests with an INVALID draft among those that they may use."""
-        usable = max_drafts.clamp(max=drafts.token_ids.shape[1])
+    def _draft_for(self, places: slice, sampled: bool) -> None:
+        """Draft for some of the staged requests."""
+        rows = self.staging.staged.rows[places]
+        looked_up = None if self.lookup is None else self.lookup.find(rows)
+        context = None
+        if self.drafter.context_tokens:
+            context = self._latest_tokens(rows, self.drafter.context_tokens)
+        inputs = self.staging.inputs(places, sampled, looked_up, context)
+        drafts = self.drafter.propose(inputs)
+        # vLLM embeds and verifies each of them, so an INVALID one becomes a token.
+        token_ids = drafts.token_ids.clamp(min=0)
+        if looked_up is not None:
+            matched = looked_up.matched[:, None]
+            token_ids = torch.where(matched, looked_up.token_ids, token_ids)
+        self.draft_tokens[places] = token_ids
+
+        usable = self.staging.staged.settings[Setting.MAX_DRAFTS, places].long()
         if drafts.counts is not None:
             usable = torch.minimum(usable, drafts.counts)
         valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
         self._invalid.value += ((rows >= 0) & (valid < usable)).sum()
+        if self.unverified is not None:
+            self.unverified.counts[rows] = torch.minimum(valid, usable)
 
-    def _keep(self, drafts: Drafts, looked_up: LookedUp | None) -> None:
-        """Write the draft tokens; vLLM embeds and verifies each of them, so an INVALID
-        one becomes a token that is.
+    def _latest_tokens(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """The latest tokens of request rows, newest first, -1 for missing ones: [rows,
+        count].
         """
-        token_ids = torch.where(drafts.token_ids < 0, self._stand_in, drafts.token_ids)
-        tokens = self.draft_tokens[: len(token_ids)]
-        tokens[:, : token_ids.shape[1]] = token_ids
-        if looked_up is not None:
-            torch.where(
-                looked_up.matched[:, None], looked_up.token_ids, tokens, out=tokens
-            )
+        states = self.req_states
+        rows = rows.clamp(min=0)[:, None]
+        places = (
+            states.total_len.gpu[rows] - 1 - torch.arange(count, device=rows.device)
+        )
+        tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
+        return torch.where(places < 0, -1, tokens).long()
 
     # After a step ---------------------------------------------------------------------
 
@@ -379,7 +312,8 @@ class Speculator(DraftModelSpeculator):
         """
         if self.unverified is not None:
             return self.unverified.beyond(batch)
-        if self.options.drafting[batch.idx_mapping_np].all():
+        settings = self.options.settings[batch.idx_mapping_np]
+        if settings[:, Setting.MAX_DRAFTS].all():
             return None
         max_drafts = self.options.on_device[
             batch.expanded_idx_mapping, Setting.MAX_DRAFTS

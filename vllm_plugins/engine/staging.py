@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.vllm_plugins.config.request_options import (
-    back_off_threshold,
-    drafting_allowed,
     needs_single_tokens,
+    request_options,
 )
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, LookedUp
+from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 
@@ -57,8 +57,6 @@ class RequestOptions:
         self.num_drafts = num_drafts
         self.vocab_size = vocab_size
         self.verified = verified
-        self.drafting = np.zeros(rows, dtype=bool)  # False if the request has no drafts
-        self.is_greedy = np.zeros(rows, dtype=bool)
         # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no
         # threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
@@ -71,23 +69,19 @@ class RequestOptions:
             row: of the request.
             params: vLLM's SamplingParams; None for a pooling request.
         """
-        extra = getattr(params, "extra_args", None)
-        threshold = back_off_threshold(extra)
-        self.drafting[row] = drafting_allowed(extra) and (
+        params = params or SamplingParams(temperature=0.0)
+        options = request_options(params.extra_args)
+        threshold = options.ppd_eps_b
+        drafting = options.ppd_draft and (
             self.verified or not needs_single_tokens(params)
         )
-        self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
-        temperature = 0.0 if self.is_greedy[row] else params.temperature
-        top_k = (
-            self.vocab_size
-            if params is None or not 0 < params.top_k < self.vocab_size
-            else params.top_k
-        )
+        greedy = params.temperature < GREEDY_BELOW
+        limited = 0 < params.top_k < self.vocab_size
         self.settings[row] = (
-            self.num_drafts if self.drafting[row] else 0,
-            temperature,
-            top_k,
-            1.0 if params is None else params.top_p,
+            self.num_drafts if drafting else 0,
+            0.0 if greedy else params.temperature,
+            params.top_k if limited else self.vocab_size,
+            params.top_p,
             np.nan if threshold is None else threshold,
         )
 
@@ -114,44 +108,40 @@ class Staging:
 
     Args:
         requests: the largest batch.
-        target, drafter: loaded.
+        target: loaded.
         options: of the request rows.
-        reads_eps_b: whether the drafter reads the requests' back-off thresholds.
     """
 
-    def __init__(
-        self,
-        requests: int,
-        target: Target,
-        drafter: Drafter,
-        options: RequestOptions,
-        reads_eps_b: bool,
-    ) -> None:
+    def __init__(self, requests: int, target: Target, options: RequestOptions) -> None:
         self.options = options
-        self.reads_eps_b = reads_eps_b
         device = target.device
-        self.rows = torch.zeros(requests, dtype=torch.int64, device=device)
-        self.positions = torch.zeros_like(self.rows)
-        self.staged = Staged(
-            rows=self.rows,
-            newest_ids=torch.zeros_like(self.rows),
-            places=torch.zeros_like(self.rows),
-            positions=self.positions,
-            hidden=torch.zeros(
-                requests, target.hidden_size, dtype=target.dtype, device=device
-            ),
-            settings=torch.zeros(options.on_device.shape[1], requests, device=device),
-            seeds=torch.zeros_like(self.rows),
+        hidden = torch.zeros(
+            requests,
+            target.hidden_size,
+            dtype=target.dtype,
+            device=device,
         )
-        self.context: torch.Tensor | None = None
-        if drafter.context_tokens:
-            shape = (requests, drafter.context_tokens)
-            self.context = torch.full(shape, -1, dtype=torch.int64, device=device)
+        settings = torch.zeros(len(Setting), requests, device=device)
+        rows, newest_ids, places, positions, seeds = torch.zeros(
+            5,
+            requests,
+            dtype=torch.int64,
+            device=device,
+        )
+        self.staged = Staged(
+            rows,
+            newest_ids,
+            places,
+            positions,
+            hidden,
+            settings,
+            seeds,
+        )
         self.stage_nobody()
 
     def stage_nobody(self) -> None:
         """Stage padding that counts as sampling requests, for dummy runs and captures."""
-        self.rows.fill_(-1)
+        self.staged.rows.fill_(-1)
         settings = self.staged.settings
         settings[Setting.MAX_DRAFTS] = self.options.num_drafts
         settings[Setting.TEMPERATURE] = 1.0
@@ -165,42 +155,38 @@ class Staging:
         """
         chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
 
-    def setting(self, column: Setting, requests: int) -> torch.Tensor:
-        """A setting of the first staged requests: [requests] float32."""
-        return self.staged.settings[column, :requests]
-
     def inputs(
         self,
-        requests: int,
+        places: slice,
         sampled: bool,
-        num_drafts: int,
-        looked_up: LookedUp | None = None,
+        looked_up: LookedUp | None,
+        context: torch.Tensor | None,
     ) -> DraftInputs:
-        """The drafter's inputs for the first staged requests.
+        """The drafter's inputs for some of the staged requests.
 
         Args:
-            requests: how many.
+            places: of the requests.
             sampled: whether drafts are drawn; else each is the best token.
-            num_drafts, looked_up: as in DraftInputs.
+            looked_up, context: as in DraftInputs.
         """
+        staged = self.staged
+        settings = staged.settings[:, places]
         sampling = None
         if sampled:
             sampling = Sampling(
-                self.setting(Setting.TEMPERATURE, requests),
-                self.setting(Setting.TOP_K, requests),
-                self.setting(Setting.TOP_P, requests),
-                seeds=self.staged.seeds[:requests],
-                positions=self.positions[:requests],
+                settings[Setting.TEMPERATURE],
+                settings[Setting.TOP_K],
+                settings[Setting.TOP_P],
+                seeds=staged.seeds[places],
+                positions=staged.positions[places],
             )
         return DraftInputs(
-            newest_ids=self.staged.newest_ids[:requests],
-            hidden=self.staged.hidden[:requests],
-            places=self.staged.places[:requests],
-            num_drafts=num_drafts,
+            newest_ids=staged.newest_ids[places],
+            hidden=staged.hidden[places],
+            places=staged.places[places],
+            num_drafts=self.options.num_drafts,
+            eps_b=settings[Setting.EPS_B],
             sampling=sampling,
-            options={"eps_b": self.setting(Setting.EPS_B, requests)}
-            if self.reads_eps_b
-            else {},
-            context=None if self.context is None else self.context[:requests],
+            context=context,
             looked_up=looked_up,
         )

@@ -5,9 +5,8 @@ and its cuts.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,50 +29,49 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 
+Cut = TypeVar("Cut", bound=ModelCut)
+UNITS_AT_ONCE = 256  # columns of the LM head that are read by one product
+
+
 class PackedLinear:
     """y = W x, W [out, in] in the target's dtype, whole on every rank."""
 
     def __init__(
-        self, weight: torch.Tensor, vllm_config: Any, device: torch.device
+        self,
+        weight: torch.Tensor,
+        vllm_config: Any,
+        device: torch.device,
     ) -> None:
-        self.rows = len(weight)
         self.vllm_config = vllm_config
         self.device = device
-        self.layer = self._packed(weight)
+        self._pack(weight)
 
-    def _packed(self, weight: torch.Tensor) -> ReplicatedLinear:
+    def _pack(self, weight: torch.Tensor) -> None:
         model_config = self.vllm_config.model_config
         rows, columns = weight.shape
         with set_current_vllm_config(self.vllm_config), self.device:
-            layer = ReplicatedLinear(
+            self.layer = ReplicatedLinear(
                 columns,
                 rows,
                 bias=False,
                 params_dtype=model_config.dtype,
                 quant_config=None,
             )
-        layer.weight.data.copy_(weight)
-        process_weights_after_loading(layer, model_config, self.device)
-        return layer
+        self.layer.weight.data.copy_(weight)
+        process_weights_after_loading(self.layer, model_config, self.device)
 
     def load(self, weight: torch.Tensor) -> None:
         """Replace the matrix by another one of its shape; CUDA graphs read it from then on, too."""
-        plain = self.plain()
-        if plain is None:
-            self.layer = self._packed(weight)  # packed on a CPU, which has no graphs
+        if self.device.type == "cpu":
+            self._pack(weight)  # in a layout of the platform's, and without graphs
         else:
-            plain.data.copy_(weight)
+            self.layer.weight.data.copy_(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.layer(hidden)[0]
 
-    def plain(self) -> torch.Tensor | None:
-        """The matrix [out, in]; None if the platform has packed it."""
-        weight = self.layer.weight
-        return weight if weight.dim() == 2 and len(weight) == self.rows else None
 
-
-class LMHead(ABC):
+class LMHead:
     """An LM head for any states; each rank holds a shard of the vocabulary, padded to
     shard_size.
     """
@@ -84,9 +82,9 @@ class LMHead(ABC):
     num_valid: int
     shard_size: int
 
-    @abstractmethod
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         """E* h: [rows, vocabulary], or this rank's shard of it."""
+        raise NotImplementedError
 
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
@@ -112,9 +110,15 @@ def without_adapters(layer: Any) -> Any:
 class TargetLMHead(LMHead):
     """Logits as in vLLM's own step, but without LoRA adapters, which vLLM sets only for
     the rows of its step.
+
+    Args:
+        model: the loaded causal LM.
+        vllm_config, device: of the engine.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        self.model_config = vllm_config.model_config
+        self.device = device
         self.lm_head: Any = without_adapters(model.lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
@@ -126,7 +130,10 @@ class TargetLMHead(LMHead):
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         return self.logits_processor(
-            self.lm_head, hidden, self.bias, skip_gather=not gather
+            self.lm_head,
+            hidden,
+            self.bias,
+            skip_gather=not gather,
         )
 
     @property
@@ -135,56 +142,45 @@ class TargetLMHead(LMHead):
         return getattr(self.lm_head, "bias", None)
 
     def rows(
-        self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
+        self, token_ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
+        """Rows of E* [tokens, hidden] and their bias [tokens], read as products, as the
+        LM head may be packed, sharded or quantised.
+
+        Rows are products with unit vectors. These have no bias: a bias would round
+        them, and subtracting it again would not restore them.
+
+        Args:
+            token_ids: [tokens], whose rows are read on every rank; None: this rank's
+                shard.
 
         Raises:
             ValueError: if the model caps its logits, which are then no product of a
                 matrix.
-        """
-        return self._read(True, token_ids, vllm_config, device)
-
-    def shard_of_rank(
-        self, vllm_config: Any, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
-
-        Raises:
-            ValueError: as rows.
-        """
-        return self._read(False, slice(None), vllm_config, device)
-
-    def _read(
-        self,
-        gather: bool,
-        which: torch.Tensor | slice,
-        vllm_config: Any,
-        device: torch.device,
-        chunk: int = 256,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of some tokens and their bias, read as products, as the LM head may be
-        packed, sharded or quantised.
-
-        Rows are products with unit vectors. These have no bias: a bias would round
-        them, and subtracting it again would not restore them.
         """
         if self.logits_processor.soft_cap:
             raise ValueError(
                 "this model caps its logits, so a part of its LM head cannot be read "
                 "separately"
             )
-        hidden_size = vllm_config.model_config.hf_text_config.hidden_size
-        dtype = vllm_config.model_config.dtype
-        units = torch.eye(hidden_size, dtype=dtype, device=device)
+        whole = token_ids is not None
+        which = slice(None) if token_ids is None else token_ids
+        dtype = self.model_config.dtype
+        hidden_size = self.model_config.hf_text_config.hidden_size
+        units = torch.eye(hidden_size, dtype=dtype, device=self.device)
         columns = []
-        for part in units.split(chunk):
+        for part in units.split(UNITS_AT_ONCE):
             product = self.logits_processor(
-                self.lm_head, part, None, skip_gather=not gather
+                self.lm_head,
+                part,
+                None,
+                skip_gather=not whole,
             )
             columns.append(product[:, which].to(dtype))
-        bias = self.logits(torch.zeros_like(units[:1]), gather)[0, which]
-        return torch.cat(columns).t().contiguous(), bias.to(dtype)
+        rows = torch.cat(columns).t().contiguous()
+        zero = torch.zeros_like(units[:1])
+        bias = self.logits(zero, whole)[0, which]
+        return rows, bias.to(dtype)
 
 
 class CopiedLMHead(LMHead):
@@ -222,74 +218,76 @@ class CopiedLMHead(LMHead):
 
 
 class DraftVocabulary:
-    """The draft vocabulary's tokens, and their rows of the target's LM head, whole on
-    every rank.
+    """The tokens that may be drafted: the most frequent ones, or all, and their logits
+    on every rank.
 
     Args:
-        counts: [vocabulary] how often each token occurs in the heads' training data.
-        size: how many tokens.
+        config: options; their size of the draft vocabulary may be None.
+        heads, tensors: of the heads, with the tokens' counts in their training data.
         target: whose LM head is read.
         reads_lm_head: false for heads with their own LM heads.
     """
 
     def __init__(
         self,
-        counts: torch.Tensor,
-        size: int,
-        target: Target,
-        reads_lm_head: bool = True,
-    ) -> None:
-        self.token_ids = most_frequent(counts, size).to(target.device)
-        self._ids = torch.cat([self.token_ids, self.token_ids.new_tensor([INVALID])])
-        self.place_of = columns(self.token_ids, len(counts))
-        self.target = target
-        self.reads_lm_head = reads_lm_head
-        if reads_lm_head:
-            rows, self.bias = target.lm_head_rows(self.token_ids)
-            self.linear = target.linear(rows)
-
-    def refresh(self) -> None:
-        """Copy the rows of the LM head again, after its weights have changed."""
-        if self.reads_lm_head:
-            rows, bias = self.target.lm_head_rows(self.token_ids)
-            self.linear.load(rows)
-            self.bias.copy_(bias)
-
-    @classmethod
-    def of(
-        cls,
         config: DraftingConfig,
         heads: Any,
         tensors: dict[str, torch.Tensor],
         target: Target,
         reads_lm_head: bool = True,
-    ) -> DraftVocabulary | None:
-        """The draft vocabulary of the options, from the heads' token counts; None for
-        the whole vocabulary.
-        """
+    ) -> None:
+        self.lm_head = target.lm_head
+        # [size]; None: the whole vocabulary
+        self.token_ids: torch.Tensor | None = None
+        self.size = config.draft_vocab_size or target.vocab_size
+        # Rows of the LM head, and their bias
+        self.linear: PackedLinear | None = None
+        # [size], or of this rank's shard; None if the LM head has none
+        self.bias: Any = self.lm_head.bias
         if config.draft_vocab_size is None:
-            return None
-        return cls(
-            tensors[str(heads.counts_tensor)],
-            config.draft_vocab_size,
-            target,
-            reads_lm_head,
-        )
+            return
+        counts = tensors[str(heads.counts_tensor)]
+        self.token_ids = most_frequent(counts, self.size).to(target.device)
+        invalid = self.token_ids.new_tensor([INVALID])
+        self._ids = torch.cat([self.token_ids, invalid])
+        self._entries = columns(self.token_ids, len(counts))
+        self.bias = None
+        if reads_lm_head:
+            rows, self.bias = self.lm_head.rows(self.token_ids)
+            self.linear = target.linear(rows)
+
+    def refresh(self) -> None:
+        """Copy the rows of the LM head again, after its weights have changed."""
+        if self.linear is not None:
+            rows, bias = self.lm_head.rows(self.token_ids)
+            self.linear.load(rows)
+            self.bias.copy_(bias)
+        elif self.token_ids is None:
+            self.bias = self.lm_head.bias
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:
         """Token IDs of entries; INVALID ones stay."""
-        return self._ids[entries]
+        return entries if self.token_ids is None else self._ids[entries]
+
+    def entries(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Entries of token IDs, -1 for others."""
+        return token_ids if self.token_ids is None else self._entries[token_ids]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, size]"""
+        """The LM head's logits of states [rows, hidden]: [rows, size]."""
+        if self.linear is None:
+            return self.lm_head.logits(hidden)
         return self.linear(hidden) + self.bias
 
+    def rows(self, classifiers: torch.Tensor) -> torch.Tensor:
+        """The rows of classifiers [..., vocabulary, hidden] that this rank holds."""
+        if self.token_ids is None:
+            return self.lm_head.shard(classifiers)
+        return classifiers[..., self.token_ids.cpu(), :]
 
-def language_model(model: Any) -> Any:
-    """The causal LM within a model that vLLM loaded."""
-    return (
-        model.get_language_model() if isinstance(model, SupportsMultiModal) else model
-    )
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits [..., size] of such rows' products."""
+        return self.lm_head.gather(logits) if self.token_ids is None else logits
 
 
 class Target:
@@ -304,15 +302,15 @@ class Target:
     cut: ModelCut
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        self.model = language_model(model)
+        self.is_multimodal = isinstance(model, SupportsMultiModal)
+        self.model = model.get_language_model() if self.is_multimodal else model
         self.vllm_config = vllm_config
         self.device = device
-        self.is_multimodal = self.model is not model
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
-        self.lm_head = TargetLMHead(self.model)
+        self.lm_head = TargetLMHead(self.model, vllm_config, device)
         self._adapted = [
             layer
             for layer in self.model.modules()
@@ -332,17 +330,6 @@ class Target:
         table.weight_loader(table.weight, weight)
         return table
 
-    def lm_head_rows(
-        self, token_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
-
-        Raises:
-            ValueError: if the model caps its logits, which are then no product of a
-                matrix.
-        """
-        return self.lm_head.rows(token_ids, self.vllm_config, self.device)
-
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's input embeddings of tokens [tokens], without adapters: [tokens,
         hidden], on every rank.
@@ -357,9 +344,7 @@ class Target:
             for layer in self._adapted:
                 del layer.forward
 
-    def cut_after(
-        self, exit_layers: Sequence[int], kind: type[ModelCut] = ModelCut
-    ) -> ModelCut:
+    def cut_after(self, exit_layers: Sequence[int], kind: type[Cut]) -> Cut:
         """Cut the target after some layers; its forward then runs the cut's.
 
         Raises:
@@ -368,7 +353,7 @@ class Target:
         compilation = self.vllm_config.compilation_config
         compiled = compilation.mode != CompilationMode.NONE
         whole = compiled and not self._graphs
-        self.cut = kind(
+        cut = self.cut = kind(
             self.model,
             self.vllm_config,
             exit_layers,
@@ -376,7 +361,7 @@ class Target:
             embedded=self.is_multimodal,
         )
         self._prepare_graphs()
-        return self.cut
+        return cut
 
     def tapped_after(self, layers: Sequence[int]) -> torch.Tensor:
         """Keep the states after some layers in each forward; returns a buffer [layers,
@@ -406,7 +391,9 @@ class Target:
             ValueError: if the family cannot be cut, or weights are missing or unknown.
         """
         cut = self.cut = BranchedModel(
-            self.model, self.vllm_config, embedded=self.is_multimodal
+            self.model,
+            self.vllm_config,
+            embedded=self.is_multimodal,
         )
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = self._states(len(layers))
@@ -431,7 +418,10 @@ class Target:
     def _prepare_graphs(self) -> None:
         if self._graphs:
             self.cut.allocate_graph_buffers(
-                self.max_tokens, self.hidden_size, self.dtype, self.device
+                self.max_tokens,
+                self.hidden_size,
+                self.dtype,
+                self.device,
             )
             # vLLM captures piecewise graphs only for a model with compiled submodules.
             self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
-from vllm_ppd.vllm_plugins.engine.drafter import Drafts
 
 
 class UnverifiedDrafts:
@@ -25,32 +24,19 @@ class UnverifiedDrafts:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        # Row -1 takes padding
+        # Row -1 takes padding. A CUDA graph writes them.
         self.counts = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self.emitted = DeviceCount(device)
-
-    def store(
-        self, rows: torch.Tensor, drafts: Drafts, max_drafts: torch.Tensor
-    ) -> None:
-        """Store how many drafts of each request are emitted; part of a CUDA graph.
-
-        Args:
-            rows: [requests] int64, -1 for padding.
-            drafts: of these requests.
-            max_drafts: [requests] int64, drafts that the request may use.
-        """
-        valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
-        counts = torch.minimum(valid, max_drafts)
-        if drafts.counts is not None:
-            counts = torch.minimum(counts, drafts.counts)
-        self.counts[rows] = counts
 
     def beyond(self, batch: Any) -> torch.Tensor:
         """Which of a step's logits belong to drafts that are not emitted: [logits] bool."""
         return batch.expanded_local_pos > self.counts[batch.expanded_idx_mapping]
 
     def emit(
-        self, sampled: torch.Tensor, drafts: torch.Tensor, local_pos: torch.Tensor
+        self,
+        sampled: torch.Tensor,
+        drafts: torch.Tensor,
+        local_pos: torch.Tensor,
     ) -> torch.Tensor:
         """The drafts in place of the tokens that the target samples at their positions:
         [logits].

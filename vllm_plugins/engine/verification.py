@@ -39,11 +39,6 @@ class Verification(RejectionSampler):
         # [rows of logits] request rows of the current chunk
         self._rows: torch.Tensor | None = None
         self._token_ids = 0  # most logprob_token_ids of a request of the batch
-        # vLLM gathers the log-probabilities of sharded requests without those of
-        # logprob_token_ids.
-        self._sharded = (
-            speculator.vllm_config.parallel_config.enable_batch_sharded_sampling
-        )
 
     def __call__(
         self,
@@ -57,10 +52,13 @@ class Verification(RejectionSampler):
             unusable = invalid_drafts
         elif invalid_drafts is not None:
             unusable |= invalid_drafts
-        states = self.sampler.logprob_token_ids_state
-        self._token_ids = (
-            0 if self._sharded else states.max_num_token_ids(input_batch.idx_mapping_np)
-        )
+        self._token_ids = 0
+        # vLLM gathers the log-probabilities of sharded requests without those of
+        # logprob_token_ids.
+        config = self.speculator.vllm_config.parallel_config
+        if not config.enable_batch_sharded_sampling:
+            states = self.sampler.logprob_token_ids_state
+            self._token_ids = states.max_num_token_ids(input_batch.idx_mapping_np)
         return super().__call__(logits, input_batch, draft_logits, unusable)
 
     def _verify(
@@ -126,13 +124,17 @@ class Verification(RejectionSampler):
         """
         if not self._token_ids:
             return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
-        *places, most = *args[:-1], max(args[-1], 0)
+        *places, num_logprobs = args
         emitted = super()._get_logprobs_tensors(
-            sampled, num_sampled, logits, *places, 0
+            sampled,
+            num_sampled,
+            logits,
+            *places,
+            0,
         )
         return compute_topk_scores(
             logits,
-            most,
+            max(num_logprobs, 0),
             emitted.logprob_token_ids[:, 0].contiguous(),
             emitted.cu_num_generated_tokens or emitted.cu_num_generated_tokens_tensor,
             self.sampler.logprob_token_ids_state,
@@ -155,7 +157,9 @@ def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
         vocab_size: V.
         device: of the logits.
     """
-    for size in (1 << power for power in range(min(rows, LARGEST).bit_length())):
+    powers = min(rows, LARGEST).bit_length()
+    for power in range(powers):
+        size = 1 << power
         apply_top_k_top_p(
             torch.zeros(size, vocab_size, device=device),
             None,

@@ -6,21 +6,20 @@ vLLM changes weights in two ways: its runner reloads a checkpoint, or a trainer 
 them to its worker.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 
 class UpdatedRunner:
-    """Mixed into vLLM's model runners."""
+    """Mixed into vLLM's model runners, which then have refresh_copies: copy again what
+    drafting copied of the target's weights, in place, after these have changed.
+    """
+
+    refresh_copies: Callable[[], None]
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
         super().reload_weights(*args, **kwargs)  # type: ignore[misc]
         self.refresh_copies()
-
-    def refresh_copies(self) -> None:
-        """Copy again what drafting copied of the target's weights, in place, after
-        these have changed.
-        """
-        raise NotImplementedError
 
 
 class UpdatedWorker:

@@ -44,18 +44,15 @@ class StepCostsMixin(UpdatedWorker):
         runner = self.model_runner
         config = runner.speculator.config
         counts = counts_of(config.num_speculative_tokens, runner.device.type)
-        config = (
-            config.model_copy(update={"step_costs": "measure"}) if again else config
-        )
-        largest = most_requests(runner, counts, STEPS)
-        timed = functools.partial(time_steps, runner)
+        if again:
+            config = config.model_copy(update={"step_costs": "measure"})
         return costs_of_engine(
             config,
             runner.vllm_config,
             runner.speculator.counters,
-            largest,
+            most_requests(runner, counts, STEPS),
             counts,
-            timed,
+            functools.partial(time_steps, runner),
         )
 
 

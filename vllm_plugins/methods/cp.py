@@ -24,17 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import (
-    advance,
-    draft_in_sequence,
-    fused,
-    log_gate,
-    of_experts,
-)
+from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.vllm_plugins.engine.drafter import ChainDrafter, DraftInputs
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -43,124 +37,88 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
-# The function that draft_in_sequence takes
-ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]
 
-
-class _Recurrence:
-    """The recurrence of a state (heads/cp/module.py) with matrices packed like the target's."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
-        read = {
-            name.removeprefix("cp.recurrence."): matrix
-            for name, matrix in tensors.items()
-        }
-        self.token, self.inner, self.outer = (
-            target.linear(read[name]) for name in ("token", "inner", "outer")
-        )
-        self.fuse = target.linear(read["fuse"]) if "fuse" in read else None
-        self.down = (
-            target.linear(read["down"].flatten(0, 1)) if "down" in read else None
-        )
-        self.up = (
-            read["up"].to(device=target.device, dtype=target.dtype)
-            if "up" in read
-            else None
-        )
-
-    def start(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
-        """s_0 [requests, d] from the last states [requests, d] and those after some
-        layers [layers, requests, d].
-        """
-        if self.fuse is None or layers is None:
-            return hidden
-        return fused(torch.cat([hidden, *layers], dim=-1), hidden.shape[-1], self.fuse)
-
-    def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        return advance(state, embedded, self.token, self.inner, self.outer)
-
-    def experts(self, state: torch.Tensor) -> torch.Tensor:
-        return of_experts(state, self.down, self.up)
-
-
-class CPDrafter(ChainDrafter):
+class CPDrafter(Drafter):
     """Drafts with a CP head over the target's last hidden state."""
+
+    vocabulary: DraftVocabulary
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         heads, tensors = load_tensors(str(config.model), CPConfig)
         self.target = target
-        self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
-        drafts = config.num_speculative_tokens
-        self.lead = heads.positions - heads.factors  # positions without factors
-        factors = drafts + 1 - self.lead
+        self.vocabulary = DraftVocabulary(config, heads, tensors, target)
+        # Positions that the experts predict: without the token that they read
+        self.factors = config.num_speculative_tokens + 1
         self.factorised = heads.factorised
         self.rank = heads.rank
-        self.factors = factors
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
-        self.token_gate = tensors["cp.token_gate"].to(self.gate) if self.lead else None
-        self.recurrence = (
-            _Recurrence(tensors, target) if heads.condition == "recurrent" else None
-        )
+        self.token_gate: torch.Tensor | None = None
+        if heads.condition == "recurrent":
+            self.factors -= 1
+            self.token_gate = tensors["cp.token_gate"].to(self.gate)
+            placed = dict(tensors)
+            if heads.rank > 1:
+                up = tensors["cp.recurrence.up"]
+                placed["cp.recurrence.up"] = up.to(target.device, target.dtype)
+            self.recurrence = Recurrence(placed, target.linear)
+        elif heads.factorised:
+            transforms = tensors["cp.transforms"][: self.factors]
+            self.weights = target.linear(transforms.flatten(0, 2))
+        else:
+            classifiers = tensors["cp.classifiers"][: self.factors]
+            rows = self.vocabulary.rows(classifiers)
+            self.weights = target.linear(rows.flatten(0, 2))
         # [layers, tokens of the step, d]
         self.tapped = target.tapped_after(heads.layers) if heads.layers else None
-        if self.recurrence is None:
-            self._load_matrices(heads, tensors)
-        size = config.draft_vocab_size or target.vocab_size
-        self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
+        logits = self.factors * heads.rank * self.vocabulary.size
+        self.requests_at_once = max(1, LOGITS_AT_ONCE // logits)
 
-    def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor]) -> None:
-        """Load the matrices of each expert and position."""
-        target = self.target
-        factors = self.factors
-        if heads.factorised:
-            weights = tensors["cp.transforms"][:factors]
-        elif self.vocabulary is not None:
-            weights = tensors["cp.classifiers"][
-                :factors, :, self.vocabulary.token_ids.cpu()
-            ]
-        else:
-            weights = target.lm_head.shard(tensors["cp.classifiers"][:factors])
-        self.weights = target.linear(weights.flatten(0, 2))
-
-    def drawn(self, step: DraftInputs, part: slice) -> torch.Tensor:
-        hidden = step.hidden[part]
-        first = step.newest_ids[part]
+    def propose(self, step: DraftInputs) -> Drafts:
         vocabulary = self.vocabulary
-        sampling = None if step.sampling is None else step.sampling.at(part)
-        token_ids = None if vocabulary is None else vocabulary.token_ids
-        embedded = self.target.embed(first) if self.lead else None
-        log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
-        if self.recurrence is not None:
-            assert embedded is not None
-            layers = None if self.tapped is None else self.tapped[:, step.places[part]]
-            read = self._recurrent(
-                self.recurrence, self.recurrence.start(hidden, layers), embedded
+        hidden = step.hidden
+        if self.token_gate is None:
+            shape = (len(hidden), self.factors, self.rank, -1)
+            logits = self._logits(self.weights(hidden).view(shape))
+            entries, _ = chosen(draft_chain, logits)(
+                log_gate(hidden, self.gate),
+                logits,
+                vocabulary.entries(step.newest_ids),
+                step.sampling,
+                vocabulary.token_ids,
             )
-            return draft_in_sequence(
-                log_weights, self.factors, read, sampling, token_ids
+        else:
+            embedded = self.target.embed(step.newest_ids)
+            entries = draft_in_sequence(
+                log_gate(hidden, self.gate, embedded, self.token_gate),
+                self.factors,
+                self._reader(step, embedded),
+                step.sampling,
+                vocabulary.token_ids,
             )
-        logits = self._logits(
-            self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
-        )
-        first_entry = first if vocabulary is None else vocabulary.place_of[first]
-        entries, _ = chosen(draft_chain, logits)(
-            log_weights, logits, first_entry, sampling, token_ids
-        )
-        return entries
+        return Drafts(vocabulary.ids(entries))
 
-    def _recurrent(
-        self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor
-    ) -> ReadLogits:
-        """A reader of each draft's logits from a state [rows, d], which next reads E of
-        the newest token, `first`.
+    def _reader(
+        self,
+        step: DraftInputs,
+        newest: torch.Tensor,
+    ) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
+        """A reader of each draft's logits, as draft_in_sequence takes it, from E of the
+        newest tokens [requests, d] on.
         """
+        hidden = step.hidden
+        if self.tapped is not None:
+            layers = self.tapped[:, step.places]
+            hidden = torch.cat([hidden, *layers], dim=-1)
+        state = self.recurrence.start(hidden)
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             nonlocal state
-            state = recurrence.advance(
-                state, first if before is None else self._embedded(before)
-            )
-            return self._logits(recurrence.experts(state))
+            embedded = newest
+            if before is not None:
+                draft = self.vocabulary.ids(before).clamp(min=0)
+                embedded = self.target.embed(draft)
+            state = self.recurrence.advance(state, embedded)
+            return self._logits(self.recurrence.experts(state))
 
         return read
 
@@ -168,22 +126,10 @@ class CPDrafter(ChainDrafter):
         """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests,
         ..., r, out].
         """
+        vocabulary = self.vocabulary
         if self.factorised:
-            read = (
-                self.target.lm_head.logits
-                if self.vocabulary is None
-                else self.vocabulary.logits
-            )
-            return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
-        bias = self.target.lm_head.bias
-        if bias is not None:  # whole classifiers are trained beside it
-            product = product + (
-                bias if self.vocabulary is None else self.vocabulary.bias
-            ).to(product)
-        return (
-            self.target.lm_head.gather(product) if self.vocabulary is None else product
-        )
-
-    def _embedded(self, drafts: torch.Tensor) -> torch.Tensor:
-        """E of drafts [requests], entries of the draft vocabulary: [requests, hidden]."""
-        return self.target.embed(self.ids(drafts).clamp(min=0))
+            logits = vocabulary.logits(product.flatten(0, -2))
+            return logits.unflatten(0, product.shape[:-1])
+        if vocabulary.bias is not None:  # whole classifiers are trained beside it
+            product = product + vocabulary.bias.to(product)
+        return vocabulary.gather(product)

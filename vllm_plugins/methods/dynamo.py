@@ -14,19 +14,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
+from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.sampling import divisor
-from vllm_ppd.vllm_plugins.engine.drafter import (
-    Drafter,
-    DraftInputs,
-    Drafts,
-    FirstStack,
-)
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -40,84 +33,49 @@ PENALISED = 64  # latest tokens that the repetition penalty considers
 class DynaMoDrafter(Drafter):
     """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
 
+    vocabulary: DraftVocabulary
+
     def load(self, config: DraftingConfig, target: Target) -> None:
         heads, tensors = load_tensors(str(config.model), DynaMoConfig)
-        self.target = target
-        self.drafts = config.num_speculative_tokens
-        self.states = target.with_token_heads(
-            [  # [heads, tokens of the step, hidden]
-                {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors}
-                for token in range(2, self.drafts + 2)
-            ]
-        )
+        drafts = config.num_speculative_tokens
+        weights = [
+            {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors}
+            for token in range(2, drafts + 2)
+        ]
+        # [heads, tokens of the step, hidden]
+        self.states = target.with_token_heads(weights)
         counts = CoOccurrence.from_tensors(tensors)
         self.ngrams = None if counts is None else counts.ngrams.to(target.device)
         changes = {} if config.eps_b is None else {"eps_b": config.eps_b}
         self.settings = heads.sampling.model_copy(update=changes)
-        self.context_tokens = PENALISED if heads.sampling.repetition_penalty > 1 else 0
-        self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
+        if heads.sampling.repetition_penalty > 1:
+            self.context_tokens = PENALISED
+        self.vocabulary = DraftVocabulary(config, heads, tensors, target)
+        self.requests_at_once = max(1, JOINT_AT_ONCE // self.settings.k**drafts)
 
-    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
-        parts = [
-            self._draft(step, part)
-            for part in self.parts(len(step.newest_ids), self.drafts)
-        ]
-        counts, tokens = (
-            parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        )
-        return Drafts(tokens[:, : step.num_drafts], counts)
-
-    def _draft(
-        self, step: DraftInputs, part: slice
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(How many to use [requests], drafts [requests, n]).
+    def propose(self, step: DraftInputs) -> Drafts:
+        """Algorithm 1.
 
         A joint that is not finite drafts nothing; a draft whose distribution is not
         finite is INVALID.
         """
-        logits = self.logits(step.places[part], self.vocabulary)
-        sampling = None if step.sampling is None else step.sampling.at(part)
-        scores = logits if sampling is None else logits / divisor(sampling.temperature)
-        context = None if step.context is None else step.context[part]
-        eps_b = step.options["eps_b"][part]
-        choice = self.choose(
+        vocabulary = self.vocabulary
+        states = self.states[:, step.places]
+        # One read of the LM head
+        logits = vocabulary.logits(states.flatten(0, 1)).float()
+        scores = logits.unflatten(0, states.shape[:2])
+        sampling = step.sampling
+        if sampling is not None:
+            scores = scores / divisor(sampling.temperature)
+        joint = candidates(
             scores,
-            step.newest_ids[part],
-            eps_b,
-            context,
+            self.settings,
+            self.ngrams,
+            step.newest_ids,
+            vocabulary.token_ids,
             with_joints=sampling is not None,
         )
-        tokens = choice.likeliest.tokens if sampling is None else choice.draw(sampling)
-        return choice.likeliest.drafts, tokens[:, 1:]
-
-    def parts(self, requests: int, free: int) -> list[slice]:
-        """Slices of requests whose joints over a number of free tokens fit memory."""
-        at_once = max(1, JOINT_AT_ONCE // self.settings.k**free)
-        return [slice(start, start + at_once) for start in range(0, requests, at_once)]
-
-    def logits(
-        self, places: torch.Tensor, vocabulary: DraftVocabulary | None = None
-    ) -> torch.Tensor:
-        """Logits of the heads from 2 on, [n - 1, requests, vocabulary] float32, in one
-        read of the LM head.
-        """
-        states = self.states[:, places]
-        read = self.target.lm_head.logits if vocabulary is None else vocabulary.logits
-        return read(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
-
-    def choose(
-        self,
-        scores: list[torch.Tensor] | torch.Tensor,  # as for candidates
-        first_token: torch.Tensor
-        | None,  # [requests] the emitted token; None: head 1 chooses it
-        eps_b: torch.Tensor,  # [requests] the requests' thresholds, NaN if unset
-        context: torch.Tensor
-        | None,  # [requests, tokens] latest tokens, for the repetition penalty
-        with_joints: bool = True,  # as for candidates
-    ) -> JointChoice:
-        """Algorithm 1."""
-        tokens = None if self.vocabulary is None else self.vocabulary.token_ids
-        joint = candidates(
-            scores, self.settings, self.ngrams, first_token, tokens, with_joints
-        )
-        return joint.back_off(self.settings, eps_b, context)
+        choice = joint.back_off(self.settings, step.eps_b, step.context)
+        likeliest = choice.likeliest
+        tokens = likeliest.tokens if sampling is None else choice.draw(sampling)
+        return Drafts(tokens[:, 1:], likeliest.drafts)

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ppd.vllm_plugins.engine.drafter import (
-    Drafter,
-    DraftInputs,
-    Drafts,
-    FirstStack,
-)
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -25,5 +20,5 @@ class LookupDrafter(Drafter):
     def load(self, config: DraftingConfig, target: Target) -> None:
         """Nothing to load."""
 
-    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
+    def propose(self, step: DraftInputs) -> Drafts:
         return Drafts(step.newest_ids[:, None].repeat(1, step.num_drafts))

@@ -92,6 +92,7 @@ def install() -> None:
     """Install the patches; idempotent. On an unsupported vLLM log one line, and only
     refuse our methods.
     """
+    wrap("sys", "excepthook", start.excepthook)
     version = vllm_version()
     if is_supported(version):
         for owner, name, wrapper in PATCHES:
@@ -147,11 +148,13 @@ def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
         OptionError: naming the versions.
     """
     config = self.speculative_config or {}
-    named = (
-        config.get(key) or getattr(self, f"spec_{key}", None)
-        for key in ("method", "model")
-    )
-    if set(named) & set(METHODS):
+    named = {
+        config.get("method"),
+        config.get("model"),
+        getattr(self, "spec_method", None),
+        getattr(self, "spec_model", None),
+    }
+    if named & METHODS.keys():
         raise OptionError(
             f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; "
             "install a supported vLLM"

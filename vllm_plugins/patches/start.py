@@ -3,16 +3,17 @@
 derives from its configuration.
 """
 
+import importlib.metadata
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
-from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.vllm_plugins.config.activation import (
     activate,
     active_config,
-    refusals_without_traceback,
 )
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
@@ -21,6 +22,18 @@ from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.registry import SCHEDULERS
 
 logger = logging.getLogger("vllm.vllm_ppd")
+
+
+def excepthook(
+    original: Callable[..., None], kind: type, error: BaseException, trace: Any
+) -> None:
+    """Let an uncaught refusal end the process with its line and exit code 2, without a
+    traceback.
+    """
+    if isinstance(error, UserError):
+        print(f"vllm-ppd: error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    original(kind, error, trace)
 
 
 def add_cli_args(
@@ -33,10 +46,7 @@ def add_cli_args(
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     """Carry those flags into speculative_config."""
     engine_args = original(cls, args)
-    with refusals_without_traceback():
-        engine_args.speculative_config = merge_flags(
-            engine_args.speculative_config, args
-        )
+    engine_args.speculative_config = merge_flags(engine_args.speculative_config, args)
     return engine_args
 
 
@@ -49,9 +59,8 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        logger.info(
-            "vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version()
-        )
+        version = importlib.metadata.version("vllm-ppd")
+        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), version)
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
@@ -68,30 +77,19 @@ def create_engine_config(
     vllm_config = original(self, *args, **kwargs)
     config = active_config(vllm_config)
     if config is not None:
-        with refusals_without_traceback():
-            refuse_complete_config(config)
+        refuse_complete_config(config)
     return vllm_config
 
 
 def maybe_override_with_speculators(
-    original: Callable[..., Any],
-    model: Any,
-    tokenizer: Any,
-    *args: Any,
-    vllm_speculative_config: Any = None,
-    **kwargs: Any,
+    original: Callable[..., Any], model: Any, tokenizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
-    with refusals_without_traceback(), hub.token(kwargs.get("hf_token")):
-        served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
+    given = kwargs.get("vllm_speculative_config")
+    with hub.token(kwargs.get("hf_token")):
+        served = served_heads(model, given, kwargs.get("revision"))
     if served is None:
-        return original(
-            model,
-            tokenizer,
-            *args,
-            vllm_speculative_config=vllm_speculative_config,
-            **kwargs,
-        )
+        return original(model, tokenizer, *args, **kwargs)
     target, speculative_config = served
     return target, tokenizer or target, speculative_config
 

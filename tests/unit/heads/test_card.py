@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from conftest import Factory
 from huggingface_hub import ModelCard
 
@@ -21,33 +22,28 @@ FACTS = {
 }
 
 
-def test_card_of_heads_that_were_trained(whole_heads: Factory, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
+@pytest.fixture
+def folder(whole_heads: Factory, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole_heads("cp"), tmp_path / "cp"))
+
+
+def test_card_of_heads_that_were_trained(folder: Path) -> None:
     config = load_config(folder).model_copy(update={"verifier": "acme/target"})
     (folder / "provenance.json").write_text(json.dumps(FACTS))
     write_card(folder, config)
     card = ModelCard.load(folder / NAME)
     assert (card.data.license, card.data.base_model) == ("apache-2.0", "acme/target")
-    assert {"speculative-decoding", "cp"} <= set(card.data.tags)
-    for part in (
-        "vllm serve acme/target --speculative-model",
-        "4096",
-        "4.25",
-        "5.5",
-        "Not calibrated",
-    ):
+    served = "vllm serve acme/target --speculative-model"
+    for part in (served, "4096", "5.5 before, 4.25 after", "Not calibrated"):
         assert part in card.text, part
     assert "/secret" not in card.text
 
 
-def test_what_a_user_wrote_stays(whole_heads: Factory, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
+def test_what_a_user_wrote_stays(folder: Path) -> None:
     config = load_config(folder)
     write_card(folder, config)
     path = folder / NAME
-    assert config.verifier not in path.read_text(), (
-        "the folders of this disk are nobody's business"
-    )
+    assert config.verifier not in path.read_text(), "folders of this disk"
     edited = path.read_text().replace("license: other", "license: mit")
     path.write_text(f"{edited}\nMy own words.\n")
     write_card(folder, config, "a report")

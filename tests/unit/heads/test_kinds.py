@@ -25,11 +25,7 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder.mkdir(parents=True)
     for name, code in re.findall(r"```python (\w+\.py)\n(.*?)```", page, re.S):
         (folder / name).write_text(code)
-    assert {path.name for path in folder.iterdir()} == {
-        "config.py",
-        "recipe.py",
-        "calibration.py",
-    }
+    assert len(list(folder.iterdir())) == 3
     (line,) = re.findall(r"```python\n(.*?)\n```", page, re.S)
     monkeypatch.setattr(
         vllm_ppd.heads, "__path__", [*vllm_ppd.heads.__path__, str(folder.parent)]
@@ -37,59 +33,26 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     exec(line, {})
     yield
     KINDS.pop("shift")
-    for name in [
-        name for name in sys.modules if name.startswith("vllm_ppd.heads.shift")
-    ]:
-        del sys.modules[name]
+    for name in list(sys.modules):
+        if name.startswith("vllm_ppd.heads.shift"):
+            del sys.modules[name]
 
 
 def test_a_fifth_kind_is_a_folder_and_a_line(
     shift: None, tiny_model: Factory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30)))
-    heads = str(tmp_path / "trained")
-    train = [
-        "train",
-        "shift",
-        "--model",
-        str(tiny_model()),
-        "--data",
-        data,
-        "--out",
-        heads,
-        "--steps",
-        "2",
-    ]
-    train += [
-        "--batch-size",
-        "2",
-        "--sequence-length",
-        "64",
-        "--precision",
-        "float32",
-        "--device",
-        "cpu",
-    ]
-    assert main(train) == 0
-    measure = [
-        "calibrate",
-        heads,
-        "--data",
-        data,
-        "--prompts",
-        "4",
-        "--prompt-tokens",
-        "8",
-        "--new-tokens",
-        "8",
-    ]
-    assert main([*measure, "--device", "cpu"]) == 0
-    assert main(["inspect", heads]) == 0
+    data = write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30))
+    heads = tmp_path / "trained"
+    shared = f"--data {data} --device cpu"
+    train = f"train shift --model {tiny_model()} --out {heads} {shared} --steps 2"
+    sizes = "--batch-size 2 --sequence-length 64 --precision float32"
+    assert main([*train.split(), *sizes.split()]) == 0
+    sizes = "--prompts 4 --prompt-tokens 8 --new-tokens 8"
+    assert main(f"calibrate {heads} {shared} {sizes}".split()) == 0
+    assert main(["inspect", str(heads)]) == 0
     shown = capsys.readouterr().out
     for words in ("shift", "will load: yes", "calibrated ", "redicted"):
         assert words in shown, words
-    assert "a shift of the hidden state" in (Path(heads) / "README.md").read_text()
-    assert (
-        json.loads((Path(heads) / "config.json").read_text())["speculators_model_type"]
-        == "shift"
-    )
+    assert "a shift of the hidden state" in (heads / "README.md").read_text()
+    config = json.loads((heads / "config.json").read_text())
+    assert config["speculators_model_type"] == "shift"

@@ -4,13 +4,13 @@ is told from another.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import heads_folders
 import pytest
-import tiny
 import torch
 from conftest import ROOT, Factory, our_log
 from refusals import edited
@@ -24,7 +24,6 @@ from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.target import (
-    check_layers,
     check_target,
     decoder_layer,
     find_target,
@@ -67,20 +66,17 @@ def test_a_target_that_is_nowhere(
 ) -> None:
     """It is said which was looked for, and how to name another; naming another works."""
     folder = heads_folders.make_heads(tmp_path / "heads", "cp", tiny_model())
-    edited("speculators_config", "verifier", "name_or_path", value="some/old/path")(
-        folder
-    )
-    with pytest.raises(
-        HeadsError, match=r"target 'some/old/path' of the heads in .*--target"
-    ):
+    name = ("speculators_config", "verifier", "name_or_path")
+    edited(*name, value="some/old/path")(folder)
+    missing = r"target 'some/old/path' of the heads in .*"
+    with pytest.raises(HeadsError, match=f"{missing}--target"):
         checked(CalibrationOptions(heads=str(folder), data=("-",)))
-    with pytest.raises(
-        HeadsError, match="name it: vllm serve TARGET --speculative-model HEADS"
-    ):
+    with pytest.raises(HeadsError, match=f"{missing}name it: vllm serve TARGET"):
         EngineArgs(model=str(folder)).create_engine_config()
-    assert main(["inspect", str(folder), "--target", str(tiny_model())]) == 0
+    inspect = ["inspect", str(folder), "--target"]
+    assert main([*inspect, str(tiny_model())]) == 0
     assert f"will load: yes, with {tiny_model()}" in capsys.readouterr().out
-    assert main(["inspect", str(folder), "--target", str(tiny_model("qwen2"))]) == 2
+    assert main([*inspect, str(tiny_model("qwen2"))]) == 2
 
 
 @pytest.mark.parametrize("kind", heads_folders.OF_DEMO)
@@ -94,25 +90,13 @@ def test_stored_fingerprints_hold(
     assert config.fingerprint == fingerprint(DEMO / "model")
 
 
-def compare(folder: Path, **changes: Any) -> str | None:
-    config = load_config(folder)
-    facts: dict[str, Any] = {
-        "hidden_size": 64,
-        "vocab_size": tiny.VOCAB,
-        "num_hidden_layers": tiny.LAYERS,
-        "fingerprint": config.fingerprint,
-    }
-    return check_target(config, folder, **facts | changes)
-
-
-def test_matching_target_is_accepted(
+def test_heads_of_this_target_or_of_one_not_here_are_taken(
     heads_folder: Factory, tiny_model: Factory
 ) -> None:
     folder = heads_folder()
-    assert compare(folder) is None
-    assert compare(folder, fingerprint=fingerprint(tiny_model())) is None
-    # A target that is not on this disk yet.
-    assert compare(folder, fingerprint=TargetFingerprint()) is None
+    target = AutoConfig.from_pretrained(tiny_model())
+    for known in (fingerprint(tiny_model()), TargetFingerprint()):
+        assert check_target(load_config(folder), folder, target, known) is None
 
 
 @pytest.mark.parametrize(
@@ -121,130 +105,96 @@ def test_matching_target_is_accepted(
         ({"hidden_size": 128}, "hidden_size is 64 there, but 128 in this model"),
         ({"vocab_size": 32_000}, "vocab_size is 320 there, but 32000"),
         ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there, but 8"),
-        (
-            {"fingerprint": TargetFingerprint(vocabulary="0")},
-            "the hash of its vocabulary differs",
-        ),
-        (
-            {"fingerprint": TargetFingerprint(lm_head="0"), "strict": True},
-            "its lm_head has other",
-        ),
+        ({"vocabulary": "0"}, "the hash of its vocabulary differs"),
+        ({"lm_head": "0"}, "its lm_head has other"),
     ],
 )
 def test_other_target_is_refused(
-    heads_folder: Factory, changes: Any, message: str
+    heads_folder: Factory, tiny_model: Factory, changes: Any, message: str
 ) -> None:
+    folder = heads_folder()
+    config = load_config(folder)
+    target = AutoConfig.from_pretrained(tiny_model(), **changes)
+    known = config.fingerprint.model_copy(update=changes)
     with pytest.raises(HeadsError, match=f"{message}.*; use the heads of this model"):
-        compare(heads_folder(), **changes)
+        check_target(config, folder, target, known, strict=True)
 
 
-def copied(model: Path, folder: Path, dtype: torch.dtype, noise: float = 0.0) -> Path:
-    """A copy of a model with its weights in a dtype, and with noise as a fine-tune may have."""
-    shutil.copytree(model, folder)
-    tensors = load_file(model / "model.safetensors")
-    torch.manual_seed(0)
-    for name, tensor in tensors.items():
-        tensors[name] = (tensor + noise * torch.randn_like(tensor)).to(dtype)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("dtype", "noise"), [(torch.float16, 0.0), (torch.float32, 0.01)]
-)
-def test_copies_and_fine_tunes_are_warned_about(
-    tiny_model: Factory, tmp_path: Path, capsys: Any, dtype: torch.dtype, noise: float
+def test_fine_tunes_are_warned_about(
+    tiny_model: Factory, tmp_path: Path, capsys: Any
 ) -> None:
-    other = copied(tiny_model(), tmp_path / "other", dtype, noise)
-    heads = str(heads_folders.make_heads(tmp_path / "heads", "cp", tiny_model()))
-    args = EngineArgs(
-        model=str(other), dtype="float32", speculative_config={"model": heads}
-    )
-    with our_log() as said:
-        args.create_engine_config()
-    (line,) = said
-    assert (
-        "its lm_head has other values (a fine-tune, or a copy in another dtype)" in line
-    )
-    assert main(["inspect", heads, "--target", str(other)]) == 0
-    assert "Drafts are verified" in capsys.readouterr().out
-    with pytest.raises(
-        HeadsError, match=r"its lm_head has other values .*; use the heads"
-    ):
-        checked(CalibrationOptions(heads=heads, data=("-",), model=str(other)))
-
-
-def test_unverified_heads_of_other_weights_are_refused(
-    tiny_model: Factory, tmp_path: Path
-) -> None:
+    """Drafts of other weights are verified, but unverified ones and measurements need
+    the weights that heads were trained for.
+    """
+    other = Path(shutil.copytree(tiny_model(), tmp_path / "other"))
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"][0] += 0.01
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
     heads = str(heads_folders.make_heads(tmp_path / "heads", "dynamo", tiny_model()))
-    other = copied(tiny_model(), tmp_path / "other", torch.float32, 0.01)
-    asked = {"model": heads, "verify": False}
-    with pytest.raises(HeadsError, match="its lm_head has other values"):
-        EngineArgs(model=str(other), speculative_config=asked).create_engine_config()
+
+    def serve(**options: Any) -> None:
+        asked = {"model": heads, **options}
+        args = EngineArgs(model=str(other), dtype="float32", speculative_config=asked)
+        args.create_engine_config()
+
+    differs = "its lm_head has other values (a fine-tune, or a copy in another dtype)"
+    with our_log() as said:
+        serve()
+    (line,) = said
+    assert differs in line
+    assert main(["inspect", heads, "--target", str(other)]) == 0
+    assert f"{differs}. Drafts are verified" in capsys.readouterr().out
+    refused = f"{re.escape(differs)}; use the heads"
+    with pytest.raises(HeadsError, match=refused):
+        serve(verify=False)
+    with pytest.raises(HeadsError, match=refused):
+        checked(CalibrationOptions(heads=heads, data=("-",), model=str(other)))
 
 
 def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
     """Names and shapes are what heads were trained with; another family's layers are refused."""
     configs = {}
-    for family in ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_neox"):
-        config = AutoConfig.from_pretrained(tiny_model(family))
-        layers = AutoModelForCausalLM.from_pretrained(
-            tiny_model(family)
-        ).base_model.layers
-        shapes = {
-            name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+    for family in ("llama", "qwen3", "qwen3_moe", "gpt_neox"):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model
+        layer = model.layers[-1].state_dict()
+        configs[family] = model.config
+        assert decoder_layer(model.config) == {
+            name: list(tensor.shape) for name, tensor in layer.items()
         }
-        assert decoder_layer(config) == shapes
-        configs[family] = config
     heads = heads_folders.config_of("dynamo", tiny_model())
-    check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(
-        HeadsError, match=r"'self_attn\.k_norm\.weight' has shape none, but \[\d+\]"
-    ):
-        check_layers(heads, tmp_path, configs["qwen3"])
-
-
-def hashed(folder: Path, values: torch.Tensor) -> str | None:
-    folder.mkdir()
-    save_file({"lm_head.weight": values.contiguous()}, folder / "model.safetensors")
-    return fingerprint(folder).lm_head
+    known = TargetFingerprint()
+    check_target(heads, tmp_path, configs["llama"], known)
+    message = r"'self_attn\.k_norm\.weight' has shape none there, but \[\d+\]"
+    with pytest.raises(HeadsError, match=message):
+        check_target(heads, tmp_path, configs["qwen3"], known)
 
 
 def test_the_lm_head_is_told_by_values_shape_and_dtype(tmp_path: Path) -> None:
+    def hashed(values: torch.Tensor) -> str | None:
+        tensors = {"lm_head.weight": values.contiguous()}
+        save_file(tensors, tmp_path / "model.safetensors")
+        return fingerprint(tmp_path).lm_head
+
     values = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
     changed = values.clone()
     changed[299, 3] += 1
-    variants = [
-        values,
-        changed,
-        values.reshape(600, 8),
-        values.half(),
-        values.bfloat16(),
-    ]
-    hashes = [hashed(tmp_path / str(i), variant) for i, variant in enumerate(variants)]
+    reshaped = values.reshape(600, 8)
+    variants = [values, changed, reshaped, values.half(), values.bfloat16()]
+    hashes = [hashed(variant) for variant in variants]
     assert None not in hashes and len({*hashes}) == len(variants)
-    assert hashed(tmp_path / "again", values) == hashes[0]
-    assert hashed(tmp_path / "quantised", values.to(torch.float8_e4m3fn)) is None
+    assert hashed(values) == hashes[0]
+    assert hashed(values.to(torch.float8_e4m3fn)) is None
 
 
 def test_a_tokenizer_written_otherwise_is_the_same(tmp_path: Path) -> None:
-    def made(name: str, **content: Any) -> str | None:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        return fingerprint(folder).vocabulary
+    def hashed(**model: Any) -> str | None:
+        added = [{"id": 2, "content": "<end>", "special": True}]
+        content = {"model": model, "added_tokens": added}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        return fingerprint(tmp_path).vocabulary
 
-    added = [{"id": 2, "content": "<end>", "special": True}]
-    ours = made(
-        "ours", model={"type": "BPE", "vocab": {"a": 0, "b": 1}}, added_tokens=added
-    )
-    again = made(
-        "again", model={"vocab": {"b": 1, "a": 0}, "fuse_unk": True}, added_tokens=added
-    )
-    listed = made(
-        "listed", model={"vocab": [["a", -1.0], ["b", -2.0]]}, added_tokens=added
-    )
-    assert ours == again == listed
-    assert made("other", model={"vocab": {"a": 1, "b": 0}}, added_tokens=added) != ours
-    assert made("strange", model={"type": "BPE"}) is None
+    ours = hashed(type="BPE", vocab={"a": 0, "b": 1})
+    again = hashed(vocab={"b": 1, "a": 0}, fuse_unk=True)
+    assert ours == again == hashed(vocab=[["a", -1.0], ["b", -2.0]])
+    assert hashed(vocab={"a": 1, "b": 0}) != ours
+    assert hashed(type="BPE") is None

@@ -9,15 +9,6 @@ from vllm_ppd.kernels import unembedding_loss
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)]
-)
-def test_large_vocabularies_are_read_for_many_rows_at_once(
-    vocabulary: int, rows: int
-) -> None:
-    assert unembedding_loss.rows_a_chunk(torch.empty(vocabulary, 1)) == rows
-
-
 def assert_same(
     ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, direct: torch.Tensor
 ) -> None:

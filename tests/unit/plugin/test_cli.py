@@ -4,6 +4,7 @@
 import errno
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,16 @@ import pytest
 from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.vllm_plugins.cli.arguments import Command
+from vllm_ppd.vllm_plugins.cli.arguments import options_from
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
-GIVEN = ["--model", "m", "--data", "d", "--out", "o"]
+GIVEN = "--model m --data d --out o"
 
 
-def parsed(kind: str, *words: str) -> Any:
-    """The options that `ppd train` would run with."""
-    seen = []
-    command = Command(
-        "", "", lambda options: seen.append(options) or 0, KINDS[kind].options
-    )
-    assert main(words, {"train": command}) == 0
-    return seen[0]
+def parsed(kind: str, words: str) -> Any:
+    """The options that `ppd train KIND` would run with."""
+    command = COMMANDS["train"].commands()[kind]
+    return options_from(command, shlex.split(words), "ppd")
 
 
 def help_of(capsys: Any, *words: str) -> str:
@@ -51,14 +48,7 @@ def test_help_of_every_command(command: str, capsys: Any) -> None:
 def test_values_of_flags() -> None:
     made = parsed(
         "cp",
-        "train",
-        *GIVEN,
-        "--layers",
-        "2,4",
-        "--condition",
-        "recurrent",
-        "--betas",
-        "0.8,0.9",
+        f"{GIVEN} --layers 2,4 --condition recurrent --betas 0.8,0.9 --train-on-prompts",
     )
     assert made == KINDS["cp"].options(
         model="m",
@@ -67,22 +57,10 @@ def test_values_of_flags() -> None:
         layers=(2, 4),
         condition="recurrent",
         betas=(0.8, 0.9),
+        train_on_prompts=True,
     )
-    words = [
-        "train",
-        "--data",
-        "a,b.jsonl",
-        'x={"y": [1, 2]}',
-        "--model",
-        "m",
-        "--out",
-        "o",
-    ]
-    made = parsed(
-        "early", *words, "--train-on-prompts", "--steps", "3", "--exit-layers", "1"
-    )
+    made = parsed("early", """--data a,b.jsonl 'x={"y": [1, 2]}' --model m --out o""")
     assert made.data == ("a,b.jsonl", 'x={"y": [1, 2]}')
-    assert (made.train_on_prompts, made.steps, made.exit_layers) == (True, 3, (1,))
     assert type(made) is KINDS["early"].options
 
 
@@ -90,78 +68,58 @@ def test_a_yaml_file_gives_options_and_flags_take_precedence(
     tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text(
-        "model: m\ndata: [a, b]\nout: o\nsteps: 5\nlearning_rate: 0.5\nexit_layers: "
-        "[1, 2]\n"
-    )
-    made = parsed("early", "train", "--config", str(file), "--steps", "7")
-    assert (made.data, made.steps, made.learning_rate) == (("a", "b"), 7, 0.5)
-    assert made.exit_layers == (1, 2)
+    file.write_text("model: m\ndata: [a, b]\nout: o\nsteps: 5\nexit-layers: [1, 2]")
+    made = parsed("early", f"--config {file} --steps 7")
+    assert (made.data, made.steps, made.exit_layers) == (("a", "b"), 7, (1, 2))
     for content, message in (
         ("a: 1\nb", "no YAML file of options"),
         ("stepz: 5", "--stepz"),
     ):
         file.write_text(content)
-        assert main(["train", "early", *GIVEN, "--config", str(file)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
-    assert main(["train", "early", *GIVEN, "--config", "none.yaml"]) == 2
-    assert "none.yaml cannot be read" in capsys.readouterr().err
+        refused(f"train early {GIVEN} --config {file}", message, capsys)
+    refused(f"train early {GIVEN} --config none", "none cannot be read", capsys)
+
+
+def refused(words: str, message: str, capsys: Any) -> None:
+    """Run a command that ends with a line and exit code 2."""
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ppd: error: ") and message in line
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "unknown command 'trian'; give one of fit, data, train"),
-        (["train", "eagle"], "unknown command 'eagle'; give one of "),
-        (
-            ["fit", "m", "--out", "o", "--minuts", "3"],
-            "unrecognized arguments: --minuts",
-        ),
-        (
-            ["fit", "m", "--out", "o", "--minutes", "x"],
-            "--minutes x: input should be a valid number",
-        ),
-        (
-            ["fit", "m", "--out", "o", "--minutes", "0"],
-            "--minutes 0: input should be greater than 0",
-        ),
-        (["fit", "m"], "--out: field required"),
-        (["fit", "--out", "o"], "the following arguments are required: MODEL"),
-        (
-            ["data", "--model", "m", "--out", "o", "--precision", "int4"],
-            "--precision int4: input should be",
-        ),
-        (
-            ["train", "cp", *GIVEN, "--rank", "0"],
-            "--rank 0: input should be greater than",
-        ),
+        ("trian", "unknown command 'trian'; give one of fit, data, train"),
+        ("train eagle", "unknown command 'eagle'; give one of "),
+        ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
+        ("fit m --out o --minutes x", "--minutes='x': Input should be a valid number"),
+        ("fit m", "--out: Field required"),
+        ("fit --out o", "the following arguments are required: MODEL"),
+        (f"train cp {GIVEN} --precision int4", "--precision='int4': Input should be"),
+        (f"train cp {GIVEN} --rank 0", "--rank='0': Input should be greater than"),
+        ("bench decode --model m --data d --temperatures 0,-1", "--temperatures"),
+        ("bench decode --model m --data d --engine [1]", "a valid dictionary"),
     ],
 )
-def test_errors_are_one_line(words: list[str], message: str, capsys: Any) -> None:
-    assert main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("ppd: error: ") and message in line
+def test_errors_are_one_line(words: str, message: str, capsys: Any) -> None:
+    refused(words, message, capsys)
 
 
 def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> None:
     folder = str(DEMO.parent / "heads" / "early")
+    other = tiny_model("qwen2")
     assert main(["inspect", folder]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^kind +early$", text, re.MULTILINE)
     assert re.search(r"will load: yes, with \S+", text)
     assert not re.search(r"[{}\[\]]|\b(null|None|True)\b", text)
-    for flag in ("--target", "--model"):
-        assert main(["inspect", folder, flag, str(tiny_model("qwen2"))]) == 2
-        assert "hidden_size is" in capsys.readouterr().err
-    assert main(["inspect", folder, "--target", folder + "/.."]) == 2
-    assert (
-        "the folder has no config.json; give the folder of a model"
-        in capsys.readouterr().err
-    )
+    refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
+    refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
+    refused(f"inspect {folder} --target {folder}/..", "has no config.json", capsys)
+    refused("inspect /nowhere", "/nowhere", capsys)
     assert main(["inspect", folder, "--target", "/nowhere"]) == 0
     assert "will load: not known: " in capsys.readouterr().out
-    assert main(["inspect", "/nowhere"]) == 2
 
 
 @pytest.mark.parametrize("command", ["train", "data", "fit", "calibrate"])
@@ -176,30 +134,17 @@ def test_what_cannot_be_written_is_named(
     (tmp_path / "file").write_text("")
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text, which is long enough for a window"}\n' * 20)
-    model = str(tiny_model())
-    out = str(tmp_path / "file" / "out.jsonl")
+    model = tiny_model()
+    out = tmp_path / "file" / "out.jsonl"
+    heads = DEMO.parent / "heads" / "early"
     words = {
-        "train": [
-            "train",
-            "early",
-            "--model",
-            model,
-            "--data",
-            str(data),
-            "--sequence-length",
-            "8",
-        ],
-        "data": ["data", "--model", model, "--prompts", str(data)],
-        "fit": ["fit", model, "--prompts", str(data)],
-        "calibrate": [
-            "calibrate",
-            str(DEMO.parent / "heads" / "early"),
-            "--data",
-            str(data),
-        ],
-    }[command]
+        "train": f"train early --model {model} --data {data} --sequence-length 8",
+        "data": f"data --model {model} --prompts {data}",
+        "fit": f"fit {model} --prompts {data}",
+        "calibrate": f"calibrate {heads} --data {data} --prompts 1",
+    }[command].split()
     if command == "calibrate":
-        words += ["--prompts", "1"]
+        out = heads
         opened = os.open
 
         def read_only(path: Any, flags: int, *more: Any, **named: Any) -> int:
@@ -209,8 +154,8 @@ def test_what_cannot_be_written_is_named(
 
         monkeypatch.setattr(os, "open", read_only)
     else:
-        words += ["--out", out]
+        words += ["--out", str(out)]
     assert main(words) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert re.search("Not a directory|File exists|Read-only file system", line)
-    assert ("demo/heads/early" if command == "calibrate" else "file/out.jsonl") in line
+    assert "/".join(out.parts[-2:]) in line

@@ -25,46 +25,20 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 DEPLOY = ROOT / "deploy"
-# Of vLLM's series, and of ours
-LABELS = {
-    "model_name",
-    "engine",
-    "position",
-    "le",
-    "reason",
-}
 
 
 def test_dashboard_shows_metrics_that_exist() -> None:
-    panels = [
-        panel
-        for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"]
-        if panel["type"] != "row"
-    ]
-    asked = "\n".join(target["expr"] for panel in panels for target in panel["targets"])
-    ours = set(re.findall(r"ppd:(\w+)_total\b", asked))
-    assert ours == {name.partition("/")[0] for name in COUNTERS}, (
-        "a counter of ours that is not shown, or one that is not there"
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    queries = "\n".join(
+        target["expr"] for panel in panels for target in panel.get("targets", [])
     )
-    assert asked.count("ppd:") == len(re.findall(r"ppd:\w+_total\b", asked)), (
-        "Prometheus names counters ..._total"
-    )
-    known = set(
-        re.findall(
-            r"\"(vllm:\w+)\"",
-            inspect.getsource(loggers) + inspect.getsource(spec_decode),
-        )
-    )
-    for name in set(re.findall(r"vllm:\w+", asked)):
+    # Prometheus names counters ..._total
+    ours = set(re.findall(r"ppd:(\w+)_total\b", queries))
+    assert ours == {name.partition("/")[0] for name in COUNTERS}
+    source = inspect.getsource(loggers) + inspect.getsource(spec_decode)
+    known = set(re.findall(r"\"(vllm:\w+)\"", source))
+    for name in set(re.findall(r"vllm:\w+", queries)):
         assert re.sub("_(total|bucket)$", "", name) in known, name
-    for expression in asked.splitlines():
-        assert expression.count("(") == expression.count(")") and expression.count(
-            "{"
-        ) == expression.count("}")
-        for labels in re.findall(r"(?:by|ignoring) \((\w+)\)", expression):
-            assert labels in LABELS, expression
-    ids = [panel["id"] for panel in panels]
-    assert len(ids) == len(set(ids))
 
 
 def test_image_is_sound() -> None:
@@ -78,22 +52,16 @@ def test_image_is_sound() -> None:
 
 
 def test_image_has_what_the_package_is_built_of() -> None:
-    copied = {
-        word
-        for line in (DEPLOY / "Dockerfile").read_text().splitlines()
-        if line.startswith("COPY ")
-        for word in line.split()[1:-1]
-    }
+    image = (DEPLOY / "Dockerfile").read_text()
+    copied: set[str] = set()
+    for names in re.findall(r"^COPY (.*) \S+$", image, re.MULTILINE):
+        copied |= set(names.split())
     built = (ROOT / "pyproject.toml").read_text()
     folders = re.findall(r"^\"vllm_ppd\.\w+\" = \"(\w+)\"$", built, re.MULTILINE)
-    assert set(folders) | {"pyproject.toml", "README.md", "LICENSE"} == copied
-    version = re.search(
-        r"^ARG VLLM=v(\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE
-    )
-    assert (
-        version is not None
-        and f'VLLM = "{version[1]}"' in (ROOT / ".ci" / "install.py").read_text()
-    )
+    assert copied == {*folders, "pyproject.toml", "README.md", "LICENSE"}
+    version = re.search(r"^ARG VLLM=v(\S+)$", image, re.MULTILINE)
+    assert version is not None
+    assert f'VLLM = "{version[1]}"' in (ROOT / ".ci" / "install.py").read_text()
 
 
 def test_deployment_serves_as_vllm_is_served() -> None:
@@ -110,24 +78,15 @@ def test_deployment_serves_as_vllm_is_served() -> None:
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args(container["args"][1:])
     assert hub_name(args.spec_model) is not None
-    assert pod["spec"]["restartPolicy"] == "Always"
     # A rolling update would start a pod that waits for a volume and a GPU which the old
     # one holds.
-    assert parts["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert parts["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert (
-        ports["http"]
-        == args.port
-        == int(pod["metadata"]["annotations"]["prometheus.io/port"])
-    )
+    (port,) = container["ports"]
+    assert port["containerPort"] == args.port
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    selector = parts["Service"]["spec"]["selector"]
-    assert (
-        selector
-        == parts["Deployment"]["spec"]["selector"]["matchLabels"]
-        == pod["metadata"]["labels"]
-    )
+    labels = pod["metadata"]["labels"]
+    assert parts["Service"]["spec"]["selector"] == labels
+    assert parts["Deployment"]["spec"]["selector"]["matchLabels"] == labels

@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 Condition = Callable[[Path], bool]
 KILLS: tuple[Condition, ...] = (
     lambda out: (Path(f"{out}.fit") / "others.jsonl").exists(),
-    lambda out: (out / ".training" / "state").exists(),
+    lambda out: (out / ".training" / "checkpoints").exists(),
     lambda out: (out / "provenance.json").exists(),
 )
 
@@ -36,22 +36,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def begin(words: list[str], log: Path, fake: bool) -> int:
-    """Start a fit; returns the ID of its process."""
-    environment = {
-        name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
-    with log.open("a") as file:
-        return subprocess.Popen(
-            [sys.executable, *program, *words],
-            stdout=file,
-            stderr=file,
-            env=environment,
-        ).pid
-
-
 @pytest.mark.parametrize(
     "fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])]
 )
@@ -60,60 +44,56 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
 ) -> None:
     out = tmp_path / "heads"
     log = tmp_path / "log"
-    model = str(DEMO) if not fake else str(tiny_model())
+    model = str(tiny_model()) if fake else str(DEMO)
     words = ["fit", model, "--out", str(out), "--minutes", "0.01"]
+    program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
+    environment = {
+        name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     for condition in (*KILLS, lambda _: False):
-        process = begin(words, log, fake)
-        while not (ended := os.waitpid(process, os.WNOHANG))[0] and not condition(out):
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                [sys.executable, *program, *words],
+                stdout=file,
+                stderr=file,
+                env=environment,
+            )
+        while process.poll() is None and not condition(out):
             time.sleep(0.005)
-        if not ended[0]:
-            os.kill(process, signal.SIGKILL)
-            ended = os.waitpid(process, 0)
-        assert os.waitstatus_to_exitcode(ended[1]) in (0, -signal.SIGKILL), (
-            log.read_text()
-        )
-    assert not ended[1], log.read_text()
+        process.kill()
+        assert process.wait() in (0, -signal.SIGKILL), log.read_text()
+    assert process.returncode == 0
     assert check_folder(out).kind == "cp" and not (out / ".training").exists()
     assert load_calibration(out)
     text = log.read_text()
     assert "step 3 of 3: calibration" in text and "predicted" in text.lower()
     training, held_out = (
-        [
-            json.loads(line)
-            for line in (Path(f"{out}.fit") / name).read_text().splitlines()
-        ]
+        {
+            json.dumps(json.loads(line)["prompt_token_ids"])
+            for line in (Path(f"{out}.fit") / name).open()
+        }
         for name in ("training.jsonl", "held-out.jsonl")
     )
-    asked = [
-        {json.dumps(chat["prompt_token_ids"]) for chat in chats}
-        for chats in (training, held_out)
-    ]
-    assert training and held_out and not asked[0] & asked[1]
+    assert training and held_out and not training & held_out
 
 
 def test_other_options_and_heads_are_not_mixed(
     tmp_path: Path, tiny_model: Factory, capsys: Any
 ) -> None:
+    model = str(tiny_model())
     out = tmp_path / "heads"
     folder = Path(f"{out}.fit")
     folder.mkdir()
-    theirs: dict[str, Any] = {
-        "model": str(tiny_model()),
-        "minutes": 5.0,
-        "prompts": [],
-        "seed": 0,
-    }
+    theirs = {"model": model, "minutes": 5.0, "prompts": [], "seed": 0}
     (folder / "options.json").write_text(json.dumps(theirs))
-    assert main(["fit", str(tiny_model()), "--out", str(out)]) == 2
-    assert (
-        "is of a fit with minutes=5.0, but this run has 60.0" in capsys.readouterr().err
-    )
-    heads = str(DEMO.parent / "heads" / "cp")
-    assert main(["fit", str(tiny_model()), "--out", heads]) == 2
-    assert (
-        "already holds heads; delete it or give another folder"
-        in capsys.readouterr().err
-    )
+    heads = DEMO.parent / "heads" / "cp"
+    for folder, message in (
+        (out, "is of a fit with minutes=5.0, but this run has 60.0"),
+        (heads, "already holds heads; delete it or give another folder"),
+    ):
+        assert main(["fit", model, "--out", str(folder)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_an_engine_ends_with_the_process_that_asks_for_it() -> None:

@@ -3,7 +3,6 @@
 tried with it.
 """
 
-import ast
 import json
 
 import touched
@@ -25,33 +24,10 @@ def test_nothing_moved() -> None:
 
 
 def test_what_moved_is_named() -> None:
-    installed = touched.now()
-    assert len(installed) > 90
-    patch = sorted(touched.wrapped())[0]
-    override = sorted(touched.overridden())[0]
-    other = {**installed, patch: "0", override: "gone"}
-    recorded = {
-        symbol: value
-        for symbol, value in installed.items()
-        if symbol != touched.ASSUMED[0]
-    }
-    assert touched.moved(recorded, other) == [
-        f"{override} is gone",
-        f"{touched.ASSUMED[0]} is not recorded",
-        f"{patch} has changed",
+    installed = {"vllm:a": "1", "vllm:b": "2", "vllm:c": "gone", "vllm:d": "gone"}
+    recorded = {"vllm:a": "0", "vllm:c": "3", "vllm:d": "gone"}
+    assert touched.moved(recorded, installed) == [
+        "vllm:a has changed",
+        "vllm:b is not recorded",
+        "vllm:c is gone",
     ]
-
-
-def test_comments_are_not_code() -> None:
-    """Prose may change, code may not."""
-    code = "def plain(x):\n    {}return x + {}  # {}"
-    plain, explained, other = (
-        touched.digest_of_code(ast.parse(code.format(*parts)))
-        for parts in (
-            ("", 1, ""),
-            ('"""What it does."""\n    ', 1, "and why"),
-            ("", 2, ""),
-        )
-    )
-    assert plain == explained != other
-    assert touched.digest("vllm.nowhere:nothing") == "gone"

@@ -19,16 +19,12 @@ from typing import Any
 from vllm_ppd.vllm_plugins.engine.cpu.kernels import (
     gumbel,
     inputs,
-    logprobs,
     penalties,
-    prompt_embeds,
-    rope,
     sampling,
     speculation,
-    structured_output,
     tables,
-    thinking_budget,
 )
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import by_name
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.platform import has_triton, is_cpu
 
@@ -52,30 +48,30 @@ KERNELS: dict[str, Callable[..., None]] = {
         inputs.post_update_num_computed_tokens
     ),
     f"{RUNNER}.input_batch._expand_idx_mapping_kernel": inputs.expand_idx_mapping,
-    f"{RUNNER}.mm.rope._prepare_rope_positions_kernel": rope.prepare_rope_positions,
+    f"{RUNNER}.mm.rope._prepare_rope_positions_kernel": inputs.prepare_rope_positions,
     f"{RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": (
-        prompt_embeds.apply_prompt_embeds
+        inputs.apply_prompt_embeds
     ),
     f"{RUNNER}.metrics.logits._num_nans_kernel": sampling.count_nans,
     f"{RUNNER}.sample.bad_words._bad_words_kernel": penalties.apply_bad_words,
     f"{RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
     f"{RUNNER}.sample.gumbel._gumbel_sample_kernel": gumbel.gumbel_sample,
     f"{RUNNER}.sample.logit_bias._bias_kernel": penalties.apply_logit_bias,
-    f"{RUNNER}.sample.logprob._topk_log_softmax_kernel": logprobs.topk_log_softmax,
-    f"{RUNNER}.sample.logprob._ranks_kernel": logprobs.compute_ranks,
-    f"{RUNNER}.sample.logprob._fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    f"{RUNNER}.sample.logprob._topk_log_softmax_kernel": sampling.topk_log_softmax,
+    f"{RUNNER}.sample.logprob._ranks_kernel": sampling.compute_ranks,
+    f"{RUNNER}.sample.logprob._fill_logprob_token_ids_kernel": sampling.fill_logprob_token_ids,
     f"{RUNNER}.sample.min_p._min_p_kernel": sampling.apply_min_p,
     f"{RUNNER}.sample.output._compact_sampling_mask_kernel": sampling.compact_sampling_mask,
     f"{RUNNER}.sample.penalties._penalties_kernel": penalties.apply_penalties,
     f"{RUNNER}.sample.penalties._bincount_kernel": penalties.count_tokens,
     f"{RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
-        logprobs.prompt_logprobs_token_ids
+        sampling.prompt_logprobs_token_ids
     ),
     f"{RUNNER}.sample.thinking_budget._update_committed_marker_cache_kernel": (
-        thinking_budget.update_committed_markers
+        penalties.update_committed_markers
     ),
     f"{RUNNER}.sample.thinking_budget._thinking_budget_kernel": (
-        thinking_budget.apply_thinking_budget
+        penalties.apply_thinking_budget
     ),
     f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
     f"{RUNNER}.spec_decode.ngram.speculator._ngram_scan_kernel": speculation.ngram_scan,
@@ -85,7 +81,7 @@ KERNELS: dict[str, Callable[..., None]] = {
         speculation.gather_draft_sampled
     ),
     f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
-        structured_output.apply_grammar_bitmask
+        sampling.apply_grammar_bitmask
     ),
 }
 
@@ -133,16 +129,24 @@ def register() -> None:
     import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.triton_utils.dispatcher import register_kernels
 
-    missing = {name: kernel for name, kernel in KERNELS.items() if is_placeholder(name)}
+    missing = {}
+    for name, kernel in KERNELS.items():
+        placeholder = placeholder_of(name)
+        if placeholder is not None:
+            parameters = inspect.signature(placeholder).parameters
+            missing[name] = by_name(parameters, kernel)
     register_kernels(missing)
     for name in missing:
         _complete_triton(sys.modules[name.rpartition(".")[0]])
 
 
-def is_placeholder(name: str) -> bool:
-    """Whether vLLM would launch a kernel's plain Python under this name, which cannot run."""
+def placeholder_of(name: str) -> Callable[..., Any] | None:
+    """The plain Python that vLLM would launch under a kernel's name, which cannot run;
+    None if vLLM has a kernel there.
+    """
     module, _, attribute = name.rpartition(".")
-    return inspect.isfunction(getattr(resolve_name(module), attribute, None))
+    kernel = getattr(resolve_name(module), attribute, None)
+    return kernel if inspect.isfunction(kernel) else None
 
 
 def _complete_triton(module: ModuleType) -> None:

@@ -11,7 +11,7 @@ Without the second, ranks that die leave their shared memory behind.
 """
 
 import glob
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +28,8 @@ def expand(
     """output = each request's value, repeated per token, with replace_from replaced by
     replace_to.
     """
-    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
-    values = torch.where(
-        input_val == replace_from, torch.full_like(input_val, replace_to), input_val
-    )
+    counts = torch.diff(cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long))
+    values = input_val.masked_fill(input_val == replace_from, replace_to)
     output.copy_(values.repeat_interleave(counts))
 
 
@@ -49,11 +47,8 @@ def unlink_shared_memory(*groups: Any) -> None:
     without any are left alone.
     """
     for group in groups:
-        name = getattr(
-            getattr(group.device_communicator, "dist_module", None), "group_name", None
-        )
-        for path in glob.glob(f"/dev/shm/{glob.escape(name)}_*") if name else ():
-            try:
-                os.unlink(path)
-            except FileNotFoundError:  # another rank removed it first
-                continue
+        communicator = getattr(group.device_communicator, "dist_module", None)
+        name = getattr(communicator, "group_name", None)
+        if name:
+            for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
+                path.unlink(missing_ok=True)  # another rank may remove it first

@@ -12,7 +12,6 @@ ranks agree and none waits for a token's value:
     full    vLLM's own forward
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -48,41 +47,23 @@ class SavedStates:
 
     def store(self, rows: torch.Tensor, state: CutState) -> None:
         """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs;
-        rows [tokens] int64.
+        rows [tokens] int64, negative ones from the end.
         """
-        for store, values in zip((self.hidden, self.residual), state, strict=True):
-            if store is not None and values is not None:
-                store.index_copy_(0, rows, values)
-
-    def store_token(
-        self, rows: torch.Tensor, offset: int, width: int, state: CutState
-    ) -> None:
-        """Copy a state a request in, of the token so far behind its newest one; `width`
-        states are a request's.
-
-        Request rows [tokens] may be -1, which is the last request's.
-        """
-        for store, values in zip((self.hidden, self.residual), state, strict=True):
-            if store is not None and values is not None:
-                store.unflatten(0, (-1, width))[rows, offset] = values
+        write((self.hidden, self.residual), rows, state)
 
     def load(self, rows: torch.Tensor) -> CutState:
         """Copies of the states at some rows: [tokens, hidden] each."""
-        residual = (
-            None if self.residual is None else self.residual.index_select(0, rows)
-        )
+        residual = self.residual
+        if residual is not None:
+            residual = residual.index_select(0, rows)
         return self.hidden.index_select(0, rows), residual
 
 
-@dataclass(frozen=True)
-class ScheduledStep:
-    """A step before it runs, with an entry for each request of the batch."""
-
-    rows: np.ndarray  # [requests] request rows
-    tokens: np.ndarray  # [requests] scheduled tokens
-    drafts: np.ndarray  # [requests] drafts among them
-    prefilling: np.ndarray  # [requests] bool
-    padded: int  # tokens of the step, with the padding of CUDA graphs
+def write(target: CutState, rows: torch.Tensor, state: CutState) -> None:
+    """Overwrite rows of a state."""
+    for store, values in zip(target, state, strict=True):
+        if store is not None and values is not None:
+            store[rows] = values
 
 
 class DeferredKV:
@@ -114,27 +95,24 @@ class DeferredKV:
         device = saved.hidden.device
         # The state index of each of the step's tokens
         self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        # Requests of a mixed step without states
-        self._fresh = np.zeros(0, dtype=np.int64)
-        # Indices of their tokens in the step
-        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        # Of a mixed step: its batch, the requests without states, and the indices of
+        # their tokens in the step
+        self._fresh: tuple[Any, np.ndarray, torch.Tensor] | None = None
 
-    def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
+    def begin_step(self, batch: Any, may_mix: bool) -> None:
         """Determine from the schedule which tokens have states.
 
         Args:
-            step: the coming step.
+            batch: of the coming step, vLLM's InputBatch.
             may_mix: whether the first stack can run over a part of the step's tokens.
         """
+        rows = batch.idx_mapping_np
+        tokens = batch.num_scheduled_tokens
+        drafts = batch.num_draft_tokens_per_req
+        logits = 1 if drafts is None else drafts + 1
         # Exactly the newest token and the drafts: each has logits.
-        known = (
-            self.drafted[step.rows]
-            & ~step.prefilling
-            & (step.tokens == step.drafts + 1)
-        )
-        # While steps are timed, there may be more looked-up drafts
-        known &= step.drafts < self.width
-        self.drafted[step.rows] = False
+        known = self.drafted[rows] & ~batch.is_prefilling_np & (tokens == logits)
+        self.drafted[rows] = False
         if known.all():
             self.mode = "deep"
         elif known.any() and may_mix:
@@ -144,24 +122,30 @@ class DeferredKV:
         self.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
         if self.mode == "full":
             return
-        starts = np.cumsum(step.tokens) - step.tokens
-        of_requests = np.repeat(np.arange(len(step.tokens)), step.tokens)
+        starts = np.cumsum(tokens) - tokens
+        of_requests = np.repeat(np.arange(len(tokens)), tokens)
         offsets = np.arange(len(of_requests)) - starts[of_requests]
-        state_rows = np.full(step.padded, self.nobody, dtype=np.int64)
-        state_rows[: len(offsets)] = step.rows[of_requests] * self.width + offsets
+        padded = batch.num_tokens_after_padding
+        state_rows = np.full(padded, self.nobody, dtype=np.int64)
+        state_rows[: len(offsets)] = rows[of_requests] * self.width + offsets
+        device = self.state_rows.device
         if self.mode == "mixed":
-            self._fresh = np.flatnonzero(~known)
-            tokens = np.flatnonzero(~known[of_requests])
-            state_rows[tokens] = self.nobody
-            self._fresh_tokens = async_tensor_h2d(tokens, device=self.state_rows.device)
-        async_tensor_h2d(state_rows, out=self.state_rows[: step.padded])
+            fresh = np.flatnonzero(~known[of_requests])
+            state_rows[fresh] = self.nobody
+            index = async_tensor_h2d(fresh, device=device)
+            self._fresh = batch, np.flatnonzero(~known), index
+        async_tensor_h2d(state_rows, out=self.state_rows[:padded])
 
     def end_step(self) -> None:
         """End the step; dummy steps, which do not begin, are vLLM's own forward."""
         self.mode = "full"
+        self._fresh = None
 
     def states(
-        self, input_ids: torch.Tensor | None, positions: torch.Tensor, passes: Any
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        passes: Any,
     ) -> CutState:
         """The states of the step's tokens after the first stack: [tokens, hidden] each.
 
@@ -170,14 +154,9 @@ class DeferredKV:
             passes: run the first stack for requests without states (FirstStackPasses).
         """
         state = self.saved.load(self.state_rows[: positions.shape[-1]])
-        if self.mode == "mixed":
-            assert input_ids is not None
-            made = passes.of_requests(
-                self._fresh, self._fresh_tokens, input_ids, positions
-            )
-            for store, values in zip(state, made, strict=True):
-                if store is not None and values is not None:
-                    store.index_copy_(0, self._fresh_tokens, values)
+        if self._fresh is not None:
+            index = self._fresh[-1]
+            write(state, index, passes.of_requests(*self._fresh, input_ids, positions))
         return state
 
 
@@ -196,20 +175,24 @@ class DeferredKVCut(ModelCut):
     ) -> torch.Tensor | CutState:
         if self.deferred is None or self.deferred.mode == "full":
             return super().forward(input_ids, positions, state, inputs_embeds)
-        return self.complete(
-            positions, self.deferred.states(input_ids, positions, self.passes)
-        )
-
-    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
-        """Normed hidden states [tokens, hidden] of tokens from their saved states."""
-        hidden: torch.Tensor = self.stacks[-1](positions, *self.in_graph_buffers(state))
-        return hidden
+        saved = self.deferred.states(input_ids, positions, self.passes)
+        return self.stacks[-1](positions, *self.in_graph_buffers(saved))
 
     def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """FirstStack.run for the staged requests."""
+        """Run the first stack over one token per staged request, and keep its state for
+        the next step.
+
+        Args:
+            offset: tokens from the newest one, which is at 0.
+            token_ids: [requests] int64; an INVALID one runs as some token.
+
+        Returns:
+            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
+            rows that may not draft so far.
+        """
         assert self.deferred is not None
         state: CutState = self.passes.one_token(offset, token_ids)
-        self.deferred.saved.store_token(
-            self.passes.rows(len(token_ids)), offset, self.deferred.width, state
-        )
+        # -1 for padding, whose states are the last request's
+        rows = self.passes.speculator.staging.staged.rows[: len(token_ids)]
+        self.deferred.saved.store(rows * self.deferred.width + offset, state)
         return state

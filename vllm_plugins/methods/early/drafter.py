@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.vllm_plugins.engine.drafter import (
-    Drafter,
-    DraftInputs,
-    Drafts,
-    FirstStack,
-)
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
@@ -38,19 +33,18 @@ class EarlyExitDrafter(Drafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
-        self.exit_layer = config.exit_layer[0]
+        self.exit_layer = config.exit_layer
         self.gamma = config.gamma
-        cut = target.cut_after(config.exit_layer, DeferredKVCut)
+        self.cut = target.cut_after((config.exit_layer,), DeferredKVCut)
         heads = early_heads(config, target.device, target.dtype)
-        self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
+        self.reader = EarlyReader(self.cut.adapter, target.lm_head, heads)
 
-    def propose(self, step: DraftInputs, first_stack: FirstStack | None) -> Drafts:
-        assert first_stack is not None
+    def propose(self, step: DraftInputs) -> Drafts:
         token_ids = step.newest_ids
         readings = []
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
-            state = first_stack.run(offset, token_ids)
+            state = self.cut.run(offset, token_ids)
             if step.sampling is None:
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
@@ -59,15 +53,16 @@ class EarlyExitDrafter(Drafter):
             readings.append(reading)
             token_ids = reading.token_ids
             if step.looked_up is not None:
-                token_ids = step.looked_up.at(offset, token_ids)
+                matched, looked_up_ids = step.looked_up
+                token_ids = torch.where(matched, looked_up_ids[:, offset], token_ids)
         # For the last draft's state, from which the deep pass starts
-        first_stack.run(step.num_drafts, token_ids)
+        self.cut.run(step.num_drafts, token_ids)
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         if not with_confidence:
             return Drafts(tokens)
-        confidences = [
-            reading.confidence for reading in readings if reading.confidence is not None
-        ]
-        confidence = torch.stack(confidences, dim=1)
+        confidences = [reading.confidence for reading in readings]
+        confidence = torch.stack(confidences, dim=1)  # type: ignore[arg-type]
         # NaN passes here, as its draft is INVALID.
-        return Drafts(tokens, (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1))
+        confident = ~(confidence <= self.gamma)
+        counts = confident.cumprod(dim=1).sum(dim=1)
+        return Drafts(tokens, counts)

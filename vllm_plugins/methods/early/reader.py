@@ -19,20 +19,19 @@ from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling, draw_rows
-from vllm_ppd.kernels.topk import ShardTopK, merge_topk, shard_topk
+from vllm_ppd.kernels.topk import merge_topk, shard_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
-from vllm_ppd.vllm_plugins.engine.drafter import joined
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.target import LMHead
 
-LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies
-
 
 def early_heads(
-    config: DraftingConfig, device: torch.device, dtype: torch.dtype
+    config: DraftingConfig,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> EarlyHeads | None:
     """The early heads of the options, for drafting; None if exits are read without
     heads.
@@ -42,7 +41,7 @@ def early_heads(
     """
     if config.model is None:
         return None
-    heads = EarlyHeads.from_tensors(*load_tensors(config.model, EarlyConfig))
+    heads = EarlyHeads(*load_tensors(config.model, EarlyConfig))
     return heads.requires_grad_(False).to(device=device, dtype=dtype)
 
 
@@ -64,53 +63,51 @@ class EarlyReader:
     """
 
     def __init__(
-        self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None
+        self,
+        adapter: Adapter,
+        lm_head: LMHead,
+        heads: EarlyHeads | None,
     ) -> None:
         self.adapter = adapter
         self.heads = heads
         self.lm_head = lm_head
         if heads is not None and heads.form == "classifier":
-            for layer, weight in heads.weights.items():
-                heads.weights[layer] = nn.Parameter(
+            for name, weight in heads.weights.items():
+                heads.weights[name] = nn.Parameter(
                     self.lm_head.shard(weight.data), requires_grad=False
                 )
 
     def greedy(
-        self, exit_layer: int, state: CutState, with_confidence: bool
+        self,
+        exit_layer: int,
+        state: CutState,
+        with_confidence: bool,
     ) -> Reading:
         """The exit's best token of each row; overwrites the state."""
-        ids, probability = self._whole(
-            self._shard_topk(exit_layer, state, 1, with_confidence), 1, with_confidence
-        )
+        ids, probability = self._best(exit_layer, state, 1, with_confidence)
         return Reading(ids[:, 0], None if probability is None else probability[:, 0])
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
         the state.
         """
-        return self._whole(self._shard_topk(exit_layer, state, k, False), k, False)[
-            0
-        ].clamp(min=0)
+        return self._best(exit_layer, state, k, False)[0].clamp(min=0)
 
     def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
         """A sample of each row's exit distribution; rows at temperature 0 take the best
         token. Overwrites the state.
         """
         hidden, classifier = self._transformed(exit_layer, state)
-        at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
-        readings = []
-        start = 0
-        for part in hidden.split(at_once):
-            rows = slice(start, start + len(part))
-            logits = self._logits(part, classifier, gather=True)
-            readings.append(sampled_reading(logits, sampling.at(rows)))
-            start += len(part)
-        if len(readings) == 1:
-            return readings[0]
-        return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
+        logits = self._logits(hidden, classifier, gather=True).float()
+        # Of the likeliest token, not the drawn one, as for greedy requests.
+        best = logits.max(dim=-1).values
+        confidence = (best - torch.logsumexp(logits, dim=-1)).exp()
+        return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
 
     def _transformed(
-        self, exit_layer: int, state: CutState
+        self,
+        exit_layer: int,
+        state: CutState,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(States [rows, hidden] that the LM head reads, the classifier that reads them
         in its place, if any).
@@ -118,60 +115,52 @@ class EarlyReader:
         with kernels_first():
             hidden = self.adapter.norm(*state)
         if self.heads is not None and self.heads.form == "classifier":
-            return hidden, self.heads.weights[str(exit_layer)]
+            return hidden, self.heads.weight(exit_layer)
         return hidden if self.heads is None else self.heads(hidden, exit_layer), None
 
     def _logits(
-        self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool
+        self,
+        hidden: torch.Tensor,
+        classifier: torch.Tensor | None,
+        gather: bool,
     ) -> torch.Tensor:
         if classifier is None:
             return self.lm_head.logits(hidden, gather)
         logits = functional.linear(hidden, classifier)
         return self.lm_head.gather(logits) if gather else logits
 
-    def _shard_topk(
-        self, exit_layer: int, state: CutState, k: int, with_probability: bool
-    ) -> ShardTopK:
-        """The k best tokens of this rank's part of the vocabulary."""
-        logits = self._logits(*self._transformed(exit_layer, state), gather=False)
-        return shard_topk(
-            logits,
-            k,
-            self.lm_head.vocab_start,
-            self.lm_head.num_valid,
-            with_probability,
-        )
-
-    def _whole(
-        self, best: ShardTopK, k: int, with_probability: bool
+    def _best(
+        self,
+        exit_layer: int,
+        state: CutState,
+        k: int,
+        with_probability: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids [rows, k] in the whole vocabulary, and their probabilities if
-        requested.
+        """The k best token IDs of the whole vocabulary [rows, k], and their
+        probabilities if requested.
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their
         shards, not logits.
         """
-        if self.lm_head.tp_size == 1:
-            return best.token_ids, (
-                best.values - best.logsumexp[:, None]
-            ).exp() if with_probability else None
+        hidden, classifier = self._transformed(exit_layer, state)
+        lm_head = self.lm_head
+        best = shard_topk(
+            self._logits(hidden, classifier, gather=False),
+            k,
+            lm_head.vocab_start,
+            lm_head.num_valid,
+            with_probability,
+        )
+        if lm_head.tp_size == 1:
+            if not with_probability:
+                return best.token_ids, None
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
         # float32 is exact for token ids below 2^24, and every backend can exchange it.
-        packed = torch.cat(
-            [best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1
-        )
-        shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
-        ids, probabilities = merge_topk(
-            shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k
-        )
+        token_ids = best.token_ids.float()
+        logsumexp = best.logsumexp[:, None]
+        packed = torch.cat([best.values, token_ids, logsumexp], dim=-1)
+        parts = lm_head.all_gather(packed).unflatten(-1, (-1, 2 * k + 1))
+        values, token_ids, logsumexp = parts.split((k, k, 1), dim=-1)
+        logsumexp = logsumexp.squeeze(-1)
+        ids, probabilities = merge_topk(values, token_ids, logsumexp, k)
         return ids, probabilities if with_probability else None
-
-
-def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
-    """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the
-    best token.
-    """
-    logits = logits.float()
-    # Of the likeliest token, not the drawn one, as for greedy requests.
-    confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    token_ids = chosen(draw_rows, logits)(logits, sampling)
-    return Reading(token_ids, confidence)

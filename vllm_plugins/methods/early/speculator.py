@@ -6,19 +6,17 @@ separate CUDA graphs.
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
-
-from vllm_ppd.vllm_plugins.engine.passes import FirstStackPasses
-from vllm_ppd.vllm_plugins.engine.speculator import Speculator
-from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
-    DeferredKV,
-    DeferredKVCut,
-    SavedStates,
-    ScheduledStep,
+from vllm.v1.worker.gpu.cudagraph_utils import (
+    BatchExecutionDescriptor,
+    ModelCudaGraphManager,
 )
+
+from vllm_ppd.vllm_plugins.engine.speculator import Speculator
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates
+from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyExitDrafter
+from vllm_ppd.vllm_plugins.methods.early.passes import FirstStackPasses, on_device
 
 
 class DeferredKVSpeculator(Speculator):
@@ -26,46 +24,41 @@ class DeferredKVSpeculator(Speculator):
     deferred KV in the next step.
     """
 
-    cut: DeferredKVCut
+    drafter: EarlyExitDrafter
     deferred: DeferredKV
     deep_graphs: ModelCudaGraphManager | None = None
 
     # The target -----------------------------------------------------------------------
 
     def load_draft_model(
-        self, target_model: Any, target_attn_layer_names: set[str]
+        self,
+        target_model: Any,
+        target_attn_layer_names: set[str],
     ) -> Any:
         super().load_draft_model(target_model, target_attn_layer_names)
-        cut = self.target.cut
-        assert isinstance(cut, DeferredKVCut)
-        self.cut = cut
+        cut = self.cut = self.drafter.cut
         rows = self.max_num_reqs
         drafts = self.num_speculative_steps
-        states = (rows + 1) * (drafts + 1)
         target = self.target
         saved = SavedStates(
-            states,
+            (rows + 1) * (drafts + 1),
             target.hidden_size,
             target.dtype,
             target.device,
             cut.adapter.has_residual,
         )
         self.deferred = DeferredKV(
-            rows, drafts, target.max_tokens, saved, self.counters
+            rows,
+            drafts,
+            target.max_tokens,
+            saved,
+            self.counters,
         )
         self.passes = FirstStackPasses(self, cut)
         cut.deferred = self.deferred
         cut.passes = self.passes
-        self.first_stack = cut
 
-    def set_attn(
-        self,
-        model_state: Any,
-        kv_cache_config: Any,
-        block_tables: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any) -> None:
         """Set metadata builders for the first stack's layers: the target's own, and its
         KV cache.
         """
@@ -75,41 +68,32 @@ class DeferredKVSpeculator(Speculator):
             for name in group.layer_names
         ]
         self.draft_attn_layer_names = set(self.cut.attention_layers(0, names))
-        super(Speculator, self).set_attn(
-            model_state, kv_cache_config, block_tables, *args, **kwargs
-        )
+        super(Speculator, self).set_attn(model_state, kv_cache_config, *args)
         self.draft_attn_layer_names = set()
-        self.passes.bind(kv_cache_config, block_tables)
+        self.passes.capturable = on_device(
+            group for groups in self.attn_groups for group in groups
+        )
 
     # Graphs ---------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        capturable = self.passes.capturable
         super().init_cudagraph_manager(
-            cudagraph_mode if self.passes.capturable else CUDAGraphMode.NONE
+            cudagraph_mode if capturable else CUDAGraphMode.NONE
         )
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         self.deep_graphs = ModelCudaGraphManager(
-            self.vllm_config, self.device, mode, self.deferred.width
+            self.vllm_config,
+            self.device,
+            mode,
+            self.deferred.width,
         )
 
-    def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The object that runs whole-model graphs: vLLM's own, or that of the deep pass
-        for the same shape.
-        """
-
-        def run_fullgraph(desc: Any) -> Any:
-            if (
-                self.deferred.mode == "deep"
-                and self.deep_graphs is not None
-                and desc in self.deep_graphs.graphs
-            ):
-                return self.deep_graphs.run_fullgraph(desc)
-            return stock(desc)  # a full forward is right for every step
-
-        return run_fullgraph
-
     def capture(self) -> None:
+        """Capture the drafts, and the deep pass for the shapes of vLLM's own graphs of
+        the whole model, in whose place it then runs.
+        """
         super().capture()
         runner = self.runner
         graphs = self.deep_graphs
@@ -130,10 +114,23 @@ class DeferredKVSpeculator(Speculator):
             )
         finally:
             self.deferred.end_step()
+        stock = runner.cudagraph_manager.run_fullgraph
 
-    def prepare_capture(self, requests: int) -> None:
-        super().prepare_capture(requests)
-        self.passes.prepare_capture(requests)
+        def run_fullgraph(desc: Any) -> Any:
+            if self.deferred.mode == "deep" and desc in graphs.graphs:
+                return graphs.run_fullgraph(desc)
+            return stock(desc)  # a full forward is right for every step
+
+        runner.cudagraph_manager.run_fullgraph = run_fullgraph
+
+    def prepare_capture(
+        self,
+        sampled: bool,
+        desc: BatchExecutionDescriptor,
+        warmup: bool,
+    ) -> Callable[[CUDAGraphMode], None]:
+        self.passes.prepare_capture(desc.num_tokens)
+        return super().prepare_capture(sampled, desc, warmup)
 
     # A step ---------------------------------------------------------------------------
 
@@ -142,34 +139,21 @@ class DeferredKVSpeculator(Speculator):
         self.deferred.drafted[row] = False
 
     def begin_step(self, batch: Any) -> None:
-        drafts = batch.num_draft_tokens_per_req
-        tokens = batch.num_scheduled_tokens
-        step = ScheduledStep(
-            batch.idx_mapping_np,
-            tokens,
-            np.zeros_like(tokens) if drafts is None else drafts,
-            batch.is_prefilling_np,
-            batch.num_tokens_after_padding,
-        )
         # Token IDs do not describe the content of a multimodal prompt.
-        self.deferred.begin_step(step, may_mix=not self.cut.embedded)
-        if self.deferred.mode == "mixed":
-            self.passes.begin_step(batch)
+        self.deferred.begin_step(batch, may_mix=not self.cut.embedded)
 
     def end_step(self) -> None:
         self.deferred.end_step()
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = input_batch
         self.passes.begin_drafting(
-            input_batch, bool(kwargs.get("skip_attn_for_dummy_run"))
+            batch.seq_lens_cpu_upper_bound,
+            kwargs.get("skip_attn_for_dummy_run", False),
         )
-        drafts = super().propose(input_batch, *args, **kwargs)
+        drafts = super().propose(batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            ends = (
-                input_batch.num_computed_prefill_tokens_np
-                + input_batch.num_scheduled_tokens
-            )
-            self.deferred.drafted[input_batch.idx_mapping_np] = (
-                ends >= input_batch.prefill_len_np
-            )
+            ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            drafted = ends >= batch.prefill_len_np
+            self.deferred.drafted[batch.idx_mapping_np] = drafted
         return drafts

@@ -8,7 +8,7 @@ stage          recognizes a group step: the protocol of both stages
 first_stage    starts candidates for the next token, while
 last_stage     ends the current one
 candidates     KV blocks of a request's candidates
-progress       what each request has emitted in a group step, and states between steps
+progress       what each request has emitted in a group step
 passes         layers outside of vLLM's own forward
 stage_channel  messages between the stages
 """

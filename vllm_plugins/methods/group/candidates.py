@@ -3,7 +3,6 @@
 right one is copied over the others (PPD, section 3).
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,9 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
-from vllm_ppd.vllm_plugins.methods.group.passes import NONE
+from vllm_ppd.model_patches.base import ModelCut
+
+NONE = -1  # no request row, no block
 
 
 def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
@@ -36,136 +37,64 @@ def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
     return np.arange(before, before + extra)
 
 
-class KVBlocks:
-    """The blocks of a runner's cache.
-
-    Args:
-        runner: vLLM's model runner V2.
-        layers: selects the layers of a KV cache group whose cache is copied.
-    """
-
-    def __init__(
-        self, runner: Any, layers: Callable[[Sequence[str]], list[str]]
-    ) -> None:
-        self.runner = runner
-        self.layers = layers
-        # Of each KV cache group: index of each token within a block.
-        self._places: dict[int, torch.Tensor] = {}
-
-    @property
-    def block_sizes(self) -> list[int]:
-        """Tokens per block, in each KV cache group."""
-        sizes: list[int] = self.runner.block_tables.block_sizes
-        return sizes
-
-    def holding(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """The block of each request row that holds a position: [rows, groups] int32."""
-        device = self.runner.device
-        index = async_tensor_h2d(rows, device=device)
-        columns = async_tensor_h2d(positions, device=device)
-        tables = zip(
-            self.runner.block_tables.block_tables, self.block_sizes, strict=True
-        )
-        return torch.stack(
-            [table.gpu[index, columns // size] for table, size in tables], dim=1
-        )
-
-    def copy(
-        self,
-        origins: torch.Tensor,
-        targets: torch.Tensor,
-        positions: torch.Tensor | None,
-    ) -> None:
-        """Copy blocks of every group.
-
-        Args:
-            origins, targets: [blocks, groups] block IDs.
-            positions: [blocks] the only position of each to copy; None: all. On a CPU,
-                whose blocks are large, that entry alone is copied; elsewhere whole
-                blocks, since a backend may keep a block's tokens in any order.
-        """
-        for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            names = self.layers(group.layer_names)
-            origin = origins[:, gid].long()
-            target = targets[:, gid].long()
-            entries = positions is not None and self.runner.device.type == "cpu"
-            if not entries or not names:
-                copy_blocks([self._blocks(name) for name in names], origin, target)
-                continue
-            assert positions is not None
-            size = self.block_sizes[gid]
-            origin = origin * size + positions % size
-            target = target * size + positions % size
-            places = self._entry_places(gid, names[0])
-            copy_entries([self._cache(name) for name in names], origin, target, places)
-
-    def _entry_places(self, gid: int, name: str) -> torch.Tensor:
-        """The places of tokens in a block of this group, as the CPU backend writes them."""
-        if gid not in self._places:
-            layer = self.runner.compilation_config.static_forward_context[name]
-            dtype = self.runner.model_config.dtype
-
-            def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
-                numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
-                key, value = numbers.unbind(1)
-                layer.impl.do_kv_cache_update(
-                    layer, key, value, cache, torch.tensor([slot])
-                )
-
-            self._places[gid] = entry_places(write, layer.kv_cache)
-        return self._places[gid]
-
-    def _blocks(self, name: str) -> torch.Tensor:
-        """A layer's cache by the scheduler's blocks, which a backend may have split."""
-        return self._cache(name).unflatten(
-            0, (self.runner.kv_cache_config.num_blocks, -1)
-        )
-
-    def _cache(self, name: str) -> torch.Tensor:
-        layer = self.runner.compilation_config.static_forward_context[name]
-        cache: torch.Tensor = layer.kv_cache
-        return cache
-
-
 class Candidates:
     """Tail blocks of the candidates, and which are up to date with their request's
     block.
 
     Args:
-        blocks: the first stage's KV cache, of the layers that candidates run through.
+        runner: vLLM's model runner V2 of the first stage.
+        cut: of the stage, whose first stack the candidates run through.
         count: k.
         requests: the most requests of a group at once.
     """
 
-    def __init__(self, blocks: KVBlocks, count: int, requests: int) -> None:
-        self.blocks = blocks
+    def __init__(self, runner: Any, cut: ModelCut, count: int, requests: int) -> None:
+        self.runner = runner
+        self.cut = cut
         self.count = count
         self.requests = requests
         # [requests, k - 1, KV cache groups] block IDs
-        self.tails = np.zeros((0, 0, 0), dtype=np.int64)
-        # [requests] request and table index of the block of which the tail blocks are
-        # copies
-        self.copied: list[tuple[int, int] | None] = [None] * requests
+        self.tails = np.zeros((0, 0, 0), dtype=np.int32)
+        # [requests, 2] request row and table index of the block of which the tail
+        # blocks are copies
+        self.copied = np.full((requests, 2), NONE)
+        # Of each KV cache group: index of each token within a block
+        self._entry_places: dict[int, torch.Tensor] = {}
 
     def reserve(self, kv_cache_config: Any) -> None:
         """Allocate the tail blocks."""
         shape = self.requests, self.count - 1, len(kv_cache_config.kv_cache_groups)
-        self.tails = added_blocks(kv_cache_config, int(np.prod(shape))).reshape(shape)
+        added = added_blocks(kv_cache_config, int(np.prod(shape)))
+        self.tails = added.astype(np.int32).reshape(shape)
 
-    def warm_up(self) -> None:
-        """Compile the kernel of the copies by copying a tail block of every group onto itself."""
-        if self.count > 1:
-            tail = self._on_device(self.tails[0, :1])
-            self.blocks.copy(tail, tail, None)
+    def own(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """The request's block that holds a position: [rows, KV cache groups] int32.
 
-    def tails_of(self, rows: np.ndarray) -> np.ndarray:
-        """The tail block of every candidate of batch rows; NONE for the request's own.
-
-        Returns:
-            [rows, k, KV cache groups]
+        Args:
+            requests: [rows] rows of vLLM's block tables.
+            positions: [rows] int64.
         """
-        none = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
-        return np.concatenate([none, self.tails[rows]], axis=1)
+        tables = self.runner.block_tables
+        index = self._on_device(requests)
+        columns = self._on_device(positions)
+        groups = zip(tables.block_tables, tables.block_sizes, strict=True)
+        held = [table.gpu[index, columns // size] for table, size in groups]
+        return torch.stack(held, dim=1)
+
+    def blocks(
+        self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray
+    ) -> torch.Tensor:
+        """The block that each candidate writes: [rows, k, KV cache groups] int32.
+
+        The first candidate writes the request's own block.
+
+        Args:
+            rows: [rows] batch rows.
+            requests, positions: as in own.
+        """
+        own = self.own(requests, positions)
+        tails = self._on_device(self.tails[rows])
+        return torch.cat([own[:, None], tails], dim=1)
 
     def prepare(
         self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray
@@ -173,23 +102,17 @@ class Candidates:
         """Copy the part of a block before a position into the tail blocks.
 
         Args:
-            rows: [requests] batch rows.
-            requests: [requests] their rows in vLLM's block tables.
-            positions: [requests] where candidates are about to write.
+            rows, requests, positions: as in blocks.
         """
-        if self.count == 1:
-            return
-        indices = positions // self.blocks.block_sizes[0]
-        held = list(zip(requests.tolist(), indices.tolist(), strict=True))
-        copied = [self.copied[row] for row in rows.tolist()]
-        changed = [now != before for now, before in zip(held, copied, strict=True)]
-        stale = np.array(changed, dtype=bool)
+        block_size = self.runner.block_tables.block_sizes[0]
+        indices, offsets = np.divmod(positions, block_size)
+        held = np.stack([requests, indices], axis=1)
         # At the start of a block there is nothing to copy.
-        partly = np.flatnonzero(stale & (positions % self.blocks.block_sizes[0] > 0))
-        first = np.zeros(len(partly), dtype=np.int64)
-        self._copy(rows[partly], requests[partly], positions[partly], first, whole=True)
-        for row, block in zip(rows.tolist(), held, strict=True):
-            self.copied[row] = block
+        changed = (self.copied[rows] != held).any(axis=1)
+        stale = changed & (offsets > 0)
+        self.copied[rows] = held
+        first = np.zeros(stale.sum(), dtype=np.int64)
+        self._copy(rows[stale], requests[stale], positions[stale], first, whole=True)
 
     def choose(
         self,
@@ -202,18 +125,15 @@ class Candidates:
         candidates.
 
         Args:
-            rows: [requests] batch rows.
-            requests: [requests] their rows in vLLM's block tables.
-            positions: [requests] where their candidates wrote.
-            winners: [requests] the right candidate; 0 also if the request's own block
-                was written again.
+            rows, requests, positions: as in blocks.
+            winners: [rows] the right candidate; 0 also if the request's own block was
+                written again.
         """
-        if self.count > 1:
-            self._copy(rows, requests, positions, winners, whole=False)
+        self._copy(rows, requests, positions, winners, whole=False)
 
     def forget(self) -> None:
         """Reset after a change of the batch or of block tables."""
-        self.copied = [None] * self.requests
+        self.copied.fill(NONE)
 
     def _copy(
         self,
@@ -223,18 +143,59 @@ class Candidates:
         sources: np.ndarray,
         whole: bool,
     ) -> None:
-        if not len(rows):
+        """Copy the source candidate's blocks of every group over the others.
+
+        On a CPU, whose blocks are large, only the entry at the position is copied
+        unless the whole block is asked for. Elsewhere whole blocks are, since a backend
+        may keep a block's tokens in any order.
+        """
+        is_target = np.arange(self.count) != sources[:, None]
+        owners, others = np.nonzero(is_target)
+        if not len(owners):
             return
-        own = self.blocks.holding(requests, positions)[:, None]
-        tails = self._on_device(self.tails[rows]).to(own.dtype)
-        blocks = torch.cat([own, tails], dim=1)  # [rows, k, groups]
-        owners, others = np.nonzero(np.arange(self.count) != sources[:, None])
+        blocks = self.blocks(rows, requests, positions).long()
         index = self._on_device(owners)
-        self.blocks.copy(
-            blocks[index, self._on_device(sources[owners])],
-            blocks[index, self._on_device(others)],
-            None if whole else self._on_device(positions[owners]),
-        )
+        origins = blocks[index, self._on_device(sources[owners])]
+        targets = blocks[index, self._on_device(others)]
+        entries = not whole and self.runner.device.type == "cpu"
+        slots = self._on_device(positions[owners])
+        for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
+            names = self.cut.attention_layers(0, group.layer_names)
+            caches = [self._layer(name).kv_cache for name in names]
+            origin = origins[:, gid]
+            target = targets[:, gid]
+            if entries and names:
+                places = self._places_of_entries(gid, names[0])
+                size = len(places)
+                offset = slots % size
+                copy_entries(
+                    caches, origin * size + offset, target * size + offset, places
+                )
+            else:
+                # A backend may have split the scheduler's blocks
+                split = self.runner.kv_cache_config.num_blocks, -1
+                whole_blocks = [cache.unflatten(0, split) for cache in caches]
+                copy_blocks(whole_blocks, origin, target)
+
+    def _places_of_entries(self, gid: int, name: str) -> torch.Tensor:
+        """The places of tokens in a block of this group, as the CPU backend writes them."""
+        if gid not in self._entry_places:
+            layer = self._layer(name)
+            dtype = self.runner.model_config.dtype
+
+            def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
+                numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
+                key, value = numbers.unbind(1)
+                layer.impl.do_kv_cache_update(
+                    layer, key, value, cache, torch.tensor([slot])
+                )
+
+            self._entry_places[gid] = entry_places(write, layer.kv_cache)
+        return self._entry_places[gid]
+
+    def _layer(self, name: str) -> Any:
+        """vLLM's attention layer of this name."""
+        return self.runner.compilation_config.static_forward_context[name]
 
     def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        return async_tensor_h2d(values, device=self.blocks.runner.device)
+        return async_tensor_h2d(values, device=self.runner.device)

@@ -2,7 +2,7 @@
 """The first stage (PPD's sub-processes): it starts the k likeliest next tokens of each request."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,22 +14,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
-from vllm_ppd.vllm_plugins.engine.staging import batch_sizes
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
-from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates, KVBlocks
-from vllm_ppd.vllm_plugins.methods.group.passes import NONE
-from vllm_ppd.vllm_plugins.methods.group.progress import CarriedStates, End, Progress
+from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
+from vllm_ppd.vllm_plugins.methods.group.progress import Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
-
-
-class Unsettled(NamedTuple):
-    """Written entries that the other candidates of their requests do not have yet."""
-
-    rows: np.ndarray  # [requests] batch rows
-    positions: np.ndarray  # [requests]
-    winners: np.ndarray  # [requests] the candidate with the right entry
 
 
 class FirstStageCut(ModelCut):
@@ -69,84 +59,72 @@ class FirstStage(Stage):
         device = self.runner.device
         # Layers of the first stack
         self.depth = min(config.num_layers - self.split, self.split)
-        self.take(
-            model, (self.depth,) if self.depth < self.split else (), (0, self.split)
-        )
-        adapter = self.cut.adapter
-        weights: Any = get_pp_group().recv_tensor_dict()
-        # The final norm's kind and epsilon are those of a layer's.
-        adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)
-        adapter.decoder.norm.weight.data = weights["norm"]
-        # vLLM loads every weight that the stage has, this one too
-        record_metadata_for_reloading(adapter.decoder.norm)
-        head = self._with_head(
-            weights["shard"], weights["bias"], weights["place"].tolist()
-        )
-        self.lm_head = CopiedLMHead(*head, vllm_config, device)
-        self.reader = EarlyReader(adapter, self.lm_head, None)
+        exits = (self.depth,) if self.depth < self.split else ()
+        self.take(model, exits, (0, self.split))
+        self._load_reader()
         self.requests = min(
             config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs
         )
-        # The state after layer d_bar of the token that the last stage takes next.
-        saved = SavedStates(
-            self.requests,
+        # By request row, the state after layer d_bar of the token that the last stage
+        # takes next.
+        rows = self.runner.max_num_reqs
+        self.states = SavedStates(
+            rows,
             vllm_config.model_config.hf_text_config.hidden_size,
             vllm_config.model_config.dtype,
             device,
-            adapter.has_residual,
+            has_residual=True,
         )
-        self.states = CarriedStates(saved)
-        blocks = KVBlocks(
-            self.runner, lambda names: self.cut.attention_layers(0, names)
+        # By request row, the position of a state that the next step may use
+        self.carried = np.full(rows, NONE)
+        self.candidates = Candidates(
+            self.runner, self.cut, config.candidates, self.requests
         )
-        self.candidates = Candidates(blocks, config.candidates, self.requests)
-        self._ends: dict[str, End] = {}
-        self._unsettled: Unsettled | None = None
+        self._stops: dict[str, set[int]] = {}  # of requests by name
+        # Arguments of Candidates.choose for written entries that the other candidates
+        # of their requests do not have yet
+        self._unsettled: tuple[np.ndarray, ...] | None = None
+
+    def _load_reader(self) -> None:
+        """Receive the target's norm and LM head, by which candidates are read."""
+        weights: Any = get_pp_group().recv_tensor_dict()
+        adapter = self.cut.adapter
+        # The final norm's kind and epsilon are those of a layer's.
+        norm: Any = copy.deepcopy(adapter.layers[0].input_layernorm)
+        norm.weight.data = weights["norm"]
+        adapter.decoder.norm = norm
+        # vLLM loads every weight that the stage has, this one too
+        record_metadata_for_reloading(norm)
+        place = weights["place"].tolist()
+        shard = weights["shard"]
+        device = self.runner.device
+        self.lm_head = CopiedLMHead(
+            shard, weights["bias"], place, self.vllm_config, device
+        )
+        heads = early_heads(self.config, device, shard.dtype)
+        # A classifier is read in place of E*
+        self.reads_target = heads is None or heads.form == "transform"
+        if heads is not None and not self.reads_target:
+            classifier = heads.weight(self.split).data
+            no_bias = torch.zeros_like(weights["bias"])
+            self.lm_head.load(self.lm_head.shard(classifier), no_bias)
+            heads = None
+        self.reader = EarlyReader(adapter, self.lm_head, heads)
 
     def refresh(self) -> None:
-        """Receive the target's norm and LM head again."""
         weights: Any = get_pp_group().recv_tensor_dict()
         self.cut.adapter.decoder.norm.weight.data.copy_(weights["norm"])
-        weight, bias, _ = self._with_head(
-            weights["shard"], weights["bias"], weights["place"].tolist()
-        )
-        self.lm_head.load(weight, bias)
-
-    def _with_head(
-        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """This rank's shard of the early head as one matrix, read at the cost of E*.
-
-        The head is E* T or a classifier.
-
-        Args:
-            shard, bias: of E*, [shard_size, hidden] and [shard_size].
-            place: tokens of the vocabulary, the shard's first, and how many it holds.
-        """
-        heads = early_heads(self.config, shard.device, shard.dtype)
-        if heads is None:
-            return shard, bias, place
-        weight = heads.weights[str(self.split)]
-        if heads.form == "transform":
-            return (shard.float() @ weight.float()).to(shard.dtype), bias, place
-        _, first, count = place
-        rows = functional.pad(
-            weight[first : first + count], (0, 0, 0, len(shard) - count)
-        )
-        return rows.to(shard.dtype), torch.zeros_like(bias), place
+        if self.reads_target:
+            self.lm_head.load(weights["shard"], weights["bias"])
 
     def reserve_blocks(self, kv_cache_config: Any) -> None:
         self.candidates.reserve(kv_cache_config)
 
-    def warm_up_blocks(self) -> None:
-        self.candidates.warm_up()
-
     @torch.inference_mode()
     def profile(self) -> None:
-        """Read candidates once for each batch size to warm up."""
-        for count in batch_sizes(self.requests):
-            state = self.states.load(np.arange(count))
-            self.reader.candidates(self.split, state, self.candidates.count)
+        rows = np.arange(self.requests)
+        state = self.states.load(self.index(rows))
+        self.reader.candidates(self.split, state, self.candidates.count)
 
     # A step's forward -----------------------------------------------------------------
 
@@ -154,32 +132,36 @@ class FirstStage(Stage):
         """Begin a step; states are carried only to a group step of the same requests."""
         output = super().begin_step(scheduler_output)
         for name in scheduler_output.finished_req_ids:
-            self._ends.pop(name, None)
+            self._stops.pop(name, None)
         for new in scheduler_output.scheduled_new_reqs:
-            self._ends[new.req_id] = End.of(new, self.runner.max_model_len)
+            params = new.sampling_params
+            self._stops[new.req_id] = {
+                params.eos_token_id,
+                *(params.stop_token_ids or ()),
+            }
         if scheduler_output.scheduled_new_reqs or self._allowed is None:
-            self.states.clear()
+            self.carried.fill(NONE)
             self.candidates.forget()
         return output
 
     def begin_group_step(self, batch: Any) -> None:
         """Take the states of the first tokens if the previous step computed all of them."""
         super().begin_group_step(batch)
-        if self.step is not None:
-            self.cut.ahead = self.states.of(self.step.names, self.step.positions)
-            if self.cut.ahead is None:
-                self.counters.add(
-                    "group_first_stage_layers", self.step.size * self.split
-                )
+        step = self.step
+        if step is None:
+            return
+        if (self.carried[step.request_rows] == step.positions).all():
+            self.cut.ahead = self.states.load(self.index(step.request_rows))
+        else:
+            self.counters.add("group_first_stage_layers", step.size * self.split)
 
     def end_forward(self, output: Any) -> IntermediateTensors:
         """Keep the states of the first tokens, which are about to be sent."""
         assert self.step is not None
         state = output["hidden_states"], output["residual"]
-        self.states.clear()
-        self.states.store(
-            np.arange(self.step.size), rows_of(state, slice(self.step.size))
-        )
+        self.carried.fill(NONE)
+        rows = self.index(self.step.request_rows)
+        self.states.store(rows, rows_of(state, slice(len(rows))))
         if self.cut.graph_buffers is None:
             sent: IntermediateTensors = output
             return sent
@@ -198,15 +180,18 @@ class FirstStage(Stage):
         step = self.step
         if step is None:
             return
-        ends = [self._ends[name] for name in step.names]
-        progress = Progress(step.positions, step.allowance, ends)
+        longest = self.runner.req_states.max_seq_len[step.request_rows]
+        lengths = np.minimum(longest, self.runner.max_model_len)
+        stops = [self._stops[name] for name in step.names]
+        progress = Progress(step.positions, step.allowance, lengths, stops)
         sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
                 sent = self._next(progress)
                 # No rows: the step ends
-                states = self.states.load(sent) if len(sent) else None
-                self.channel.send_frame(sent, states, step.size, self.counters.take())
+                states = self._states_of(sent) if len(sent) else None
+                counted = self.counters.take()
+                self.channel.send_frame(sent, states, step.size, counted)
                 if states is None:
                     break
             self.counters.add("group_micro_steps")
@@ -215,8 +200,13 @@ class FirstStage(Stage):
         # ends this step.
         self._run_missed(progress)
         self._settle_candidates()
-        ready = np.flatnonzero(progress.ready)
-        self.states.carry(step.names, ready, progress.position[ready])
+        ready = progress.ready
+        self.carried[step.request_rows[ready]] = progress.position[ready]
+
+    def _states_of(self, rows: np.ndarray) -> CutState:
+        """The states of batch rows."""
+        assert self.step is not None
+        return self.states.load(self.index(self.step.request_rows[rows]))
 
     def _next(self, progress: Progress) -> np.ndarray:
         """Rows of the next micro-step; the last stage waits while no request's token is ready."""
@@ -232,18 +222,15 @@ class FirstStage(Stage):
         self._settle_candidates()
         speculating = progress.with_candidates(sent)
         missed = np.flatnonzero(progress.missed)
-        k = self.candidates.count
-        token_ids = np.zeros((len(speculating), k), dtype=np.int64)
-        state = None
-        if len(speculating) or len(missed):
-            state, token_ids = self._run_candidates(progress, speculating, missed)
+        state, token_ids = self._run_candidates(progress, speculating, missed)
         goes_on = np.zeros(len(progress.position), dtype=bool)
-        goes_on[sent] = progress.emit(sent, self.channel.tokens()[sent])
+        tokens = self.channel.tokens()
+        goes_on[sent] = progress.emit(sent, tokens[sent])
 
         hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
         right = int(matched.sum())
-        computed = len(speculating) * k
+        computed = token_ids.size
         self.counters.add("group_hits", right)
         self.counters.add("group_misses", len(speculating) - right)
         self.counters.add("group_candidates", computed)
@@ -252,40 +239,46 @@ class FirstStage(Stage):
         winners = hits.argmax(axis=1)[won]
         goes_on[speculating[won]] = False
         rows = np.concatenate([speculating[won], missed])
-        places = np.concatenate([won * k + winners, computed + np.arange(len(missed))])
-        winners = np.concatenate([winners, np.zeros(len(missed), dtype=np.int64)])
+        of_winners = won * self.candidates.count + winners
+        of_missed = computed + np.arange(len(missed))
+        places = np.concatenate([of_winners, of_missed])
+        winners = np.concatenate([winners, np.zeros_like(missed)])
         self._advance(progress, rows, state, places, winners)
         progress.missed[goes_on] = True
 
     def _run_candidates(
         self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
-    ) -> tuple[CutState, np.ndarray]:
+    ) -> tuple[CutState | None, np.ndarray]:
         """The first stack over k candidates of some rows, and over the missed tokens of
         others.
 
         Returns:
-            (states [len(speculating) * k + len(missed), hidden], candidates
-            [len(speculating), k]).
+            (states [len(speculating) * k + len(missed), hidden]; None if there are
+            none, candidates [len(speculating), k]).
         """
         assert self.step is not None
         k = self.candidates.count
+        if not len(speculating) and not len(missed):
+            return None, np.zeros((0, k), dtype=np.int64)
         token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
         if len(speculating):
-            token_ids = self.reader.candidates(
-                self.split, self.states.load(speculating), k
-            )
+            state = self._states_of(speculating)
+            token_ids = self.reader.candidates(self.split, state, k)
         starts = progress.position[speculating] + 1
-        self.candidates.prepare(
-            speculating, self.step.request_rows[speculating], starts
-        )
-        tails = self.candidates.tails_of(speculating)
-        tails = tails.reshape(len(speculating) * k, tails.shape[2])
+        positions = progress.position[missed]
+        of_candidates = speculating, self.step.request_rows[speculating], starts
+        self.candidates.prepare(*of_candidates)
+        blocks = [
+            self.candidates.blocks(*of_candidates).flatten(0, 1),
+            self.candidates.own(self.step.request_rows[missed], positions),
+        ]
         tokens = self.tokens(
             np.concatenate([np.repeat(speculating, k), missed]),
-            np.concatenate([np.repeat(starts, k), progress.position[missed]]),
-            np.pad(tails, ((0, len(missed)), (0, 0)), constant_values=NONE),
+            np.concatenate([np.repeat(starts, k), positions]),
+            torch.cat(blocks),
         )
-        ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
+        missed_ids = self.index(progress.token[missed])
+        ids = torch.cat([token_ids.flatten(), missed_ids])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
         return self.passes.first(tokens, ids), token_ids.cpu().numpy()
 
@@ -316,24 +309,21 @@ class FirstStage(Stage):
         """
         if not len(rows):
             return
-        assert state is not None
+        assert state is not None and self.step is not None
         state = rows_of(state, self.index(places))
         positions = progress.position[rows]
         if len(self.cut.stacks) > 1:
             state = self.passes.last(self.tokens(rows, positions), state)
             layers = len(rows) * (self.split - self.depth)
             self.counters.add("group_first_stage_layers", layers)
-        self.states.store(rows, state)
+        request_rows = self.step.request_rows[rows]
+        self.states.store(self.index(request_rows), state)
         progress.ready[rows] = True
         progress.missed[rows] = False
-        self._unsettled = Unsettled(rows, positions, winners)
+        self._unsettled = rows, request_rows, positions, winners
 
     def _settle_candidates(self) -> None:
         """Copy the target's choice to all candidates, while the last stage computes."""
         if self._unsettled is not None:
-            assert self.step is not None
-            rows, positions, winners = self._unsettled
-            self.candidates.choose(
-                rows, self.step.request_rows[rows], positions, winners
-            )
+            self.candidates.choose(*self._unsettled)
             self._unsettled = None

@@ -24,11 +24,11 @@ class LastStage(Stage):
         """Send the target's norm and LM head, which vLLM loads only here; the first
         stage reads candidates by them.
         """
-        lm_head = TargetLMHead(self.target)
+        lm_head = TargetLMHead(self.target, self.vllm_config, self.runner.device)
         place = torch.tensor(
             [lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid]
         )
-        shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
+        shard, bias = lm_head.rows()
         norm = self.cut.adapter.decoder.norm.weight.data
         get_pp_group().send_tensor_dict(
             {"norm": norm, "shard": shard, "bias": bias, "place": place}
@@ -47,16 +47,15 @@ class LastStage(Stage):
         """
         assert self.step is not None
         count = self.step.size
+        every_row = np.arange(count)
         tokens = np.zeros((count, self.micro_steps), dtype=np.int64)
         emitted = np.zeros(count, dtype=np.int32)
-        rows = np.arange(count)
+        rows = every_row
         sampled = first.cpu().numpy()
         for micro_step in range(1, self.micro_steps + 1):
             tokens[rows, emitted[rows]] = sampled
             emitted[rows] += 1
-            if micro_step < self.micro_steps:
-                self.channel.expect_frame(count)
-            self.channel.send_tokens(tokens[np.arange(count), emitted - 1])
+            self.channel.send_tokens(tokens[every_row, emitted - 1])
             if micro_step == self.micro_steps:
                 break
             rows, state, counted = self.channel.frame(count)
@@ -91,6 +90,7 @@ class LastStage(Stage):
         hidden = self.passes.last(self.tokens(rows, positions), state)
         request_rows = self.step.request_rows[rows]
         index = self.index(request_rows)
+        local_positions = torch.zeros_like(index, dtype=torch.int32)
         sampled, _ = self.runner.sampler.sample(
             self.target.compute_logits(hidden),
             index,
@@ -98,7 +98,7 @@ class LastStage(Stage):
             request_rows,
             self.index(positions),
             self.index(token_ids),
-            torch.zeros(len(rows), dtype=torch.int32, device=self.runner.device),
+            local_positions,
             (positions + 1).astype(np.int32),
         )
         return sampled.cpu().numpy()

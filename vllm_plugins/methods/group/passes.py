@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -14,18 +15,17 @@ from vllm.v1.worker.gpu.attn_utils import (
     build_slot_mappings_by_layer,
 )
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
-
-NONE = -1  # no tail block
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 
 
 class Tokens(NamedTuple):
-    """A token each of some requests, which may repeat with tail blocks of their own."""
+    """A token each of some requests, which may repeat with last blocks of their own."""
 
     rows: np.ndarray  # [tokens] request rows of vLLM's block tables
     positions: np.ndarray  # [tokens] int64
-    # [tokens, KV cache groups] block in place of that which holds the token; NONE: none
-    tails: np.ndarray | None = None
+    # [tokens, KV cache groups] int32, the blocks that hold the tokens; None: those of the
+    # block tables
+    blocks: torch.Tensor | None = None
 
 
 class StagePasses:
@@ -44,7 +44,8 @@ class StagePasses:
     def first(self, tokens: Tokens, token_ids: torch.Tensor) -> CutState:
         """Stack 0 over tokens by their IDs [tokens]: the states at its end."""
         # Compiled stacks have no guards: IDs need exactly the layout of vLLM's.
-        return self._run(0, tokens, token_ids.to(torch.int32).contiguous())
+        ids = token_ids.to(torch.int32).contiguous()
+        return self._run(0, tokens, ids)
 
     def last(self, tokens: Tokens, state: CutState) -> Any:
         """The stage's last stack over tokens, from states at the end of the one before
@@ -54,7 +55,7 @@ class StagePasses:
             States on the first stage, normed hidden states [tokens, hidden] on the
             last.
         """
-        return self._run(len(self.cut.stacks) - 1, tokens, *state)
+        return self._run(-1, tokens, *state)
 
     def _run(self, level: int, tokens: Tokens, *inputs: torch.Tensor | None) -> Any:
         runner = self.runner
@@ -63,17 +64,17 @@ class StagePasses:
         positions = async_tensor_h2d(tokens.positions, device=runner.device)
         tables, slots = self._blocks(tokens, positions, graph.num_tokens)
         metadata = self._metadata(tokens, positions, tables, slots)
+        arguments = (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
         if graph.cg_mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
             buffers = runner.input_buffers
-            positions = _padded(positions, buffers.positions, graph.num_tokens)
-            places = [buffers.input_ids] if len(inputs) == 1 else self.cut.graph_buffers
-            assert places is not None
-            inputs = tuple(
-                None
-                if part is None or place is None
-                else _padded(part, place, graph.num_tokens)
-                for part, place in zip(inputs, places, strict=True)
+            places: tuple[Any, ...] = (buffers.input_ids, buffers.positions)
+            if len(inputs) > 1:
+                assert self.cut.graph_buffers is not None
+                places = (buffers.positions, *self.cut.graph_buffers)
+            arguments = tuple(
+                _padded(argument, place, graph.num_tokens)
+                for argument, place in zip(arguments, places, strict=True)
             )
         with set_forward_context(
             metadata,
@@ -83,38 +84,31 @@ class StagePasses:
             batch_descriptor=BatchDescriptor(num_tokens=graph.num_tokens),
             slot_mapping=build_slot_mappings_by_layer(slots, runner.kv_cache_config),
         ):
-            arguments = (
-                (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
-            )
             output = self.cut.stacks[level](*arguments)
         if isinstance(output, torch.Tensor):
             return output[:count]
-        return tuple(None if part is None else part[:count] for part in output)
+        return rows_of(output, slice(count))
 
     def _blocks(
         self, tokens: Tokens, positions: torch.Tensor, padded: int
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Block tables [tokens, blocks] of each KV cache group, and KV slots [groups, padded]."""
         block_tables = self.runner.block_tables
-        device = self.runner.device
-        rows = async_tensor_h2d(tokens.rows, device=device)
+        rows = async_tensor_h2d(tokens.rows, device=self.runner.device)
         tables = []
-        shape = len(block_tables.block_sizes), padded
-        slots = torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=device)
+        slots = []
         groups = zip(block_tables.block_tables, block_tables.block_sizes, strict=True)
         for group, (staged, size) in enumerate(groups):
             table = staged.gpu.index_select(0, rows)
             columns = (positions // size)[:, None]
-            if tokens.tails is not None:
-                tails = async_tensor_h2d(tokens.tails[:, group, None], device=device)
-                own = table.gather(1, columns)
-                table.scatter_(
-                    1, columns, torch.where(tails == NONE, own, tails.to(own.dtype))
-                )
+            if tokens.blocks is not None:
+                table.scatter_(1, columns, tokens.blocks[:, group, None])
             blocks = table.gather(1, columns)[:, 0].long()
-            slots[group, : len(blocks)] = blocks * size + positions % size
             tables.append(table)
-        return tables, slots
+            slots.append(blocks * size + positions % size)
+        padding = 0, padded - len(positions)
+        padded_slots = functional.pad(torch.stack(slots), padding, value=PAD_SLOT_ID)
+        return tables, padded_slots
 
     def _metadata(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of a worker group's stage: a mixin over vLLM's runner V2.
+"""The model runner of a worker group's stage, over vLLM's runner V2.
 
 Overrides, each of which calls vLLM's:
 
@@ -7,7 +7,7 @@ Overrides, each of which calls vLLM's:
                           reach it
     load_model            cuts the stage
     initialize_kv_cache   room for the candidates' tail blocks
-    profile_run           candidates also take memory and compile their kernels
+    profile_run           candidates also take memory
     execute_model         a group step becomes a step of one token per request
     prepare_inputs        the stage learns the order of the batch
     sample                the micro-steps of the last stage
@@ -41,27 +41,23 @@ from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 from vllm_ppd.vllm_plugins.platform import PARTITION
 
+logger = init_logger("vllm.vllm_ppd")
 
-class GroupRunnerMixin(UpdatedRunner):
-    """Mixed into vLLM's GPUModelRunner or CPUModelRunner (V2), on both stages."""
+
+class GroupModelRunner(UpdatedRunner, ModelRunner):
+    """vLLM's model runner V2 of the platform, on both stages."""
 
     stage: FirstStage | LastStage
-    is_first_pp_rank: bool
-    pp_handler: Any
-    req_states: Any
-    model: Any
-    model_memory_usage: int
-    execute_model_state: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         plain = copy.copy(vllm_config)
         plain.speculative_config = None
-        super().__init__(plain, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(plain, *args, **kwargs)
         self.stage = FirstStage(self) if self.is_first_pp_rank else LastStage(self)
         self.pp_handler.max_sample_len = self.stage.micro_steps
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        super().load_model(*args, **kwargs)
         with DeviceMemoryProfiler() as added:
             self.stage.load_model(self.model)
         self.model_memory_usage += added.consumed_memory
@@ -75,18 +71,17 @@ class GroupRunnerMixin(UpdatedRunner):
     ) -> None:
         kv_cache_config = copy.deepcopy(kv_cache_config)
         self.stage.reserve_blocks(kv_cache_config)
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        self.stage.warm_up_blocks()
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        super().profile_run(*args, **kwargs)
         self.stage.profile()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler_output = self.stage.begin_step(scheduler_output)
         while self._awaits_tokens(scheduler_output):
-            self.update_pp_decode_requests()  # type: ignore[attr-defined]
-        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+            self.update_pp_decode_requests()
+        output = super().execute_model(scheduler_output, *args, **kwargs)
         return output if self.stage.step is None else self.stage.end_forward(output)
 
     def _awaits_tokens(self, scheduler_output: Any) -> bool:
@@ -100,12 +95,12 @@ class GroupRunnerMixin(UpdatedRunner):
         )
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        batch = super().prepare_inputs(*args, **kwargs)
         self.stage.begin_group_step(batch)
         return batch
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        output, num_sampled, num_rejected = super().sample(*args, **kwargs)  # type: ignore[misc]
+        output, num_sampled, num_rejected = super().sample(*args, **kwargs)
         if self.stage.step is None:
             return output, num_sampled, num_rejected
         assert isinstance(self.stage, LastStage)
@@ -123,19 +118,12 @@ class GroupRunnerMixin(UpdatedRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.stage, FirstStage) and self.execute_model_state is not None:
             self.stage.run_micro_steps()
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        output = super().sample_tokens(*args, **kwargs)
         if isinstance(
             output, AsyncOutput
         ):  # the last stage's, whose counters include the first's
             self.stage.counters.attach(output.model_runner_output)
         return output
-
-
-logger = init_logger("vllm.vllm_ppd")
-
-
-class GroupModelRunner(GroupRunnerMixin, ModelRunner):
-    """vLLM's model runner V2 of the platform as a stage."""
 
 
 class GroupWorker(DraftingWorker):

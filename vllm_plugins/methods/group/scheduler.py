@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
 from vllm_ppd.vllm_plugins.config.request_options import (
-    drafting_allowed,
+    request_options,
     sees_each_token,
 )
 from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
@@ -67,24 +67,15 @@ class GroupScheduler(CountingScheduler):
 
     def _room(self, request: Request) -> int:
         """Tokens that a request may emit beyond the first."""
-        params = request.sampling_params
-        if (
-            params is None
-            or sees_each_token(params)
-            or not drafting_allowed(params.extra_args)
-        ):
+        params: Any = request.sampling_params
+        drafting = request_options(params.extra_args).ppd_draft
+        if sees_each_token(params) or not drafting:
             return 0
-        return max(
-            0,
-            min(self.placeholders, request.max_tokens - request.num_output_tokens - 1),
-        )
+        left = request.max_tokens - request.num_output_tokens - 1
+        return max(0, min(self.placeholders, left))
 
 
 def _needs_plain_steps(request: Request) -> bool:
     """Whether a request needs plain steps, for logprobs or a thinking budget."""
-    params = request.sampling_params
-    return (
-        params is None
-        or params.num_logprobs is not None
-        or params.thinking_token_budget is not None
-    )
+    params: Any = request.sampling_params
+    return params.num_logprobs is not None or params.thinking_token_budget is not None

@@ -24,7 +24,6 @@ from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.methods.group.passes import StagePasses, Tokens
-from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
 
@@ -78,11 +77,8 @@ class Stage:
     def reserve_blocks(self, kv_cache_config: Any) -> None:
         """Add KV blocks to vLLM's before they are allocated."""
 
-    def warm_up_blocks(self) -> None:
-        """Compile the kernels that run on the allocated KV blocks."""
-
     def profile(self) -> None:
-        """Take the memory of a group step's largest work, and compile its kernels."""
+        """Take the memory of a group step's largest work."""
 
     def refresh(self) -> None:
         """Exchange the copies of the target's weights again, on both stages, after
@@ -92,35 +88,30 @@ class Stage:
 
     def begin_step(self, scheduler_output: Any) -> Any:
         """Begin a step: the step for vLLM's runner, of one token per request with placeholders."""
-        placeholders = scheduler_output.scheduled_spec_decode_tokens
+        drafts = scheduler_output.scheduled_spec_decode_tokens
         self.step = None
         self._allowed = None
-        if not placeholders:
+        if not drafts:
             return scheduler_output
-        plain = _without_drafts(scheduler_output)
-        scheduled = plain.num_scheduled_tokens
-        # With a prompt in the batch, or drafts not from our scheduler, the step stays a
-        # plain one.
-        ours = all(
-            token == PLACEHOLDER for tokens in placeholders.values() for token in tokens
+        # A group step has no prompts, so that each request has one token beside its
+        # placeholders.
+        self._allowed = dict(scheduler_output.num_scheduled_tokens)
+        return dataclasses.replace(
+            scheduler_output,
+            num_scheduled_tokens=dict.fromkeys(self._allowed, 1),
+            total_num_scheduled_tokens=len(self._allowed),
+            scheduled_spec_decode_tokens={},
         )
-        small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
-        if ours and small and all(count == 1 for count in scheduled.values()):
-            self._allowed = {
-                name: 1 + len(placeholders.get(name, ())) for name in scheduled
-            }
-        return plain
 
     def begin_group_step(self, batch: Any) -> None:
         """Learn the order of a step's batch, vLLM's InputBatch, before the forward."""
         if self._allowed is not None:
+            allowance = [self._allowed[name] for name in batch.req_ids]
             self.step = GroupStep(
                 batch.req_ids,
                 batch.idx_mapping_np,
                 batch.num_computed_tokens_np.astype(np.int64),
-                np.array(
-                    [self._allowed[name] for name in batch.req_ids], dtype=np.int64
-                ),
+                np.array(allowance, dtype=np.int64),
             )
 
     def end_forward(self, output: Any) -> Any:
@@ -128,27 +119,15 @@ class Stage:
         return output
 
     def tokens(
-        self, rows: np.ndarray, positions: np.ndarray, tails: np.ndarray | None = None
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        blocks: torch.Tensor | None = None,
     ) -> Tokens:
         """Tokens of batch rows, for a pass."""
         assert self.step is not None
-        return Tokens(self.step.request_rows[rows], positions, tails)
+        return Tokens(self.step.request_rows[rows], positions, blocks)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""
         return async_tensor_h2d(values, device=self.runner.device)
-
-
-def _without_drafts(scheduler_output: Any) -> Any:
-    """A copy of a step of vLLM's scheduler without its drafts."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    scheduled = {
-        name: count - len(drafts.get(name, ()))
-        for name, count in scheduler_output.num_scheduled_tokens.items()
-    }
-    return dataclasses.replace(
-        scheduler_output,
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()),
-        scheduled_spec_decode_tokens={},
-    )

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """CP heads of every form against the formulas, one factor at a time in probability space."""
 
-import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
-from heads_folders import draft, log_likelihood
+from heads_folders import cp_head, draft, log_likelihood
 from scipy.stats import chisquare
 
-from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.module import in_chunks
 from vllm_ppd.kernels.sampling import Sampling
 
 ROWS = 7
@@ -21,15 +17,18 @@ RANK = 2
 VOCAB = 5
 SIZE = 6
 F64 = torch.float64
-# Whole classifiers, and factorised heads by what they read.
-FORMS = pytest.mark.parametrize("form", ["full", "none", "recurrent", "layers"])
+FORM: dict[str, dict[str, Any]] = {
+    "full": {"condition": "none", "factorised": False},
+    "none": {"condition": "none"},
+    "recurrent": {"condition": "recurrent"},
+    "layers": {"condition": "recurrent", "layers": (1,)},
+}
+FORMS = pytest.mark.parametrize("form", FORM)
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-        * scale
-    )
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=F64) * scale
 
 
 class Made:
@@ -38,28 +37,19 @@ class Made:
     """
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
-        condition: Any = {"full": "none", "layers": "recurrent"}.get(form, form)
-        self.factorised = form != "full"
-        layers = (1,) if form == "layers" else ()
-        self.size = SIZE * (1 + len(layers))  # of what is read of the target
-        self.head = CPHead(
-            SIZE,
-            positions,
-            RANK,
-            VOCAB,
-            self.factorised,
-            F64,
-            0,
-            condition,
-            5,
-            2,
-            layers=layers,
-        )
-        for seed, parameter in enumerate(self.head.parameters()):
-            parameter.data.copy_(seeded(*parameter.shape, seed=seed, scale=0.6))
-        self.unembedding = seeded(VOCAB, SIZE, seed=20) if self.factorised else None
+        shape = {"positions": positions, "rank": RANK, "inner_size": 5}
+        self.head = cp_head(SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]).double()
+        self.size = SIZE * (1 + len(self.head.layers))  # of what is read of the target
+        for seed, (_, weight) in enumerate(sorted(self.head.tensors().items())):
+            weight.data.copy_(seeded(*weight.shape, seed=seed, scale=0.6))
+        self.unembedding = None if form == "full" else seeded(VOCAB, SIZE, seed=20)
         self.bias = seeded(VOCAB, seed=8)
-        self.embeddings = seeded(VOCAB, SIZE, seed=21, scale=0.3)
+        self.embeddings = seeded(
+            VOCAB,
+            SIZE,
+            seed=21,
+            scale=0.3,
+        )
 
     def likelihood(
         self, hidden: torch.Tensor, tokens: torch.Tensor, chunk: int = 64
@@ -72,22 +62,11 @@ class Made:
         )
 
     def draft(
-        self,
-        hidden: torch.Tensor,
-        first: torch.Tensor,
-        sampling: Any = None,
-        seed: int = 11,
+        self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None
     ) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return draft(
-            self.head,
-            hidden,
-            first,
-            self.unembedding,
-            self.bias,
-            sampling,
-            self.embeddings,
-        )
+        torch.manual_seed(11)
+        read = (self.unembedding, self.bias, sampling, self.embeddings)
+        return draft(self.head, hidden, first, *read)
 
     @torch.no_grad()
     def conditional(
@@ -97,33 +76,29 @@ class Made:
         [d] and the tokens before.
         """
         head = self.head
-        weights = self.head.gate @ hidden[:SIZE]
-        read = self.embeddings[before[0]] if head.lead else None
-        if head.token_gate is not None and read is not None:
-            weights = weights + head.token_gate @ read
-        weights = weights.softmax(0)
+        named = {n.removeprefix("cp."): t for n, t in head.tensors().items()}
+        weights = named["gate"] @ hidden[:SIZE]
         recurrent = hidden[:SIZE]
-        if head.layers and head.recurrence is not None:
-            recurrent = recurrent + head.recurrence.fuse @ torch.cat(
-                [normed(state) for state in hidden.split(SIZE)]
-            )
+        if head.lead:
+            weights = weights + named["token_gate"] @ self.embeddings[before[0]]
+            named = {n.removeprefix("recurrence."): t for n, t in named.items()}
+        if head.layers:
+            blocks = torch.cat([normed(state) for state in hidden.split(SIZE)])
+            recurrent = recurrent + named["fuse"] @ blocks
+        weights = weights.softmax(0)
         for s, token in enumerate((*before[head.lead :], None)):
-            factors = []
-            if head.recurrence is not None:
-                recurrent = recurrent_state(
-                    head.recurrence, recurrent, self.embeddings[before[s]]
-                )
-            for expert in range(RANK):
-                if head.recurrence is not None and self.unembedding is not None:
-                    thin = head.recurrence.up[expert] @ head.recurrence.down[expert]
-                    logits = self.unembedding @ (recurrent + thin @ recurrent)
-                elif head.transforms is None or self.unembedding is None:
-                    assert head.classifiers is not None
-                    logits = head.classifiers[s, expert] @ hidden
-                else:
-                    logits = self.unembedding @ (head.transforms[s, expert] @ hidden)
-                factors.append((logits + self.bias).softmax(0))
-            mixed = torch.stack(factors)
+            if head.lead:
+                embedded = self.embeddings[before[s]]
+                recurrent = recurrent_state(named, recurrent, embedded)
+            if head.lead:
+                states = recurrent + named["up"] @ named["down"] @ recurrent
+            elif self.unembedding is not None:
+                states = named["transforms"][s] @ hidden
+            if self.unembedding is None:
+                logits = named["classifiers"][s] @ hidden
+            else:
+                logits = states @ self.unembedding.T
+            mixed = (logits + self.bias).softmax(-1)
             if token is None:
                 return weights @ mixed
             weights = weights * mixed[:, token]
@@ -136,15 +111,14 @@ def normed(vector: torch.Tensor) -> torch.Tensor:
 
 
 def recurrent_state(
-    recurrence: Any, state: torch.Tensor, embedded: torch.Tensor
+    named: dict[str, torch.Tensor], state: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
     """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)]: [d]."""
-    matrix = torch.cat([recurrence.inner, recurrence.token], dim=1)
-    linear, gate, value = (matrix @ torch.cat([normed(state), normed(embedded)])).split(
-        [SIZE, 5, 5]
-    )
+    matrix = torch.cat([named["inner"], named["token"]], dim=1)
+    read = matrix @ torch.cat([normed(state), normed(embedded)])
+    linear, gate, value = read.split([SIZE, 5, 5])
     gated = gate * gate.sigmoid() * value
-    return state + linear + recurrence.outer @ gated
+    return state + linear + named["outer"] @ gated
 
 
 @FORMS
@@ -152,219 +126,116 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     """Position by position, whatever the chunk; and the gradients are those without chunks."""
     made = Made(form)
     hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
+    generator = torch.Generator().manual_seed(6)
     tokens = torch.randint(
-        VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6)
+        VOCAB,
+        (ROWS, POSITIONS),
+        generator=generator,
     )
     drafts = made.draft(hidden, tokens[:, 0])
-    almost_greedy = made.draft(
-        hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6))
-    )
-    assert torch.equal(drafts, almost_greedy)
+    nearly_greedy = Sampling.random(torch.full((ROWS,), 1e-6))
+    assert torch.equal(drafts, made.draft(hidden, tokens[:, 0], nearly_greedy))
     gradients = []
     for chunk in (100, 1, 3):
         joint, chain = made.likelihood(hidden, tokens, chunk)
         torch.testing.assert_close(joint, chain.sum(1))
-        gradients.append(
-            torch.autograd.grad(
-                joint.sum() + chain[:, 1].sum(), [hidden, *made.head.parameters()]
-            )
-        )
+        total = joint.sum() + chain[:, 1].sum()
+        read = [hidden, *made.head.parameters()]
+        gradients.append(torch.autograd.grad(total, read))
         torch.testing.assert_close(gradients[-1], gradients[0])
-        with torch.no_grad():
-            torch.testing.assert_close(made.likelihood(hidden, tokens, chunk)[0], joint)
     for row in range(ROWS):
         text = tuple(tokens[row].tolist())
         state = hidden[row].detach()
         for s in range(made.head.lead, POSITIONS):
-            expected = made.conditional(state, text[:s])
-            torch.testing.assert_close(
-                chain[row, s - made.head.lead].detach().exp(), expected[text[s]]
-            )
+            expected = made.conditional(state, text[:s])[text[s]]
+            likelihood = chain[row, s - made.head.lead].detach().exp()
+            torch.testing.assert_close(likelihood, expected)
         drafted = text[:1]
         for _ in range(POSITIONS - 1):
-            expected = made.conditional(state, drafted)
-            drafted = (*drafted, int(expected.argmax()))
+            drafted = (*drafted, int(made.conditional(state, drafted).argmax()))
         assert tuple(drafts[row].tolist()) == drafted[1:]
 
 
-@FORMS
-def test_the_joint_sums_to_one(form: str) -> None:
-    made = Made(form, 3)
-    first = [2] if made.head.lead else range(VOCAB)
-    tuples = torch.tensor([*itertools.product(first, range(VOCAB), range(VOCAB))])
-    joint, _ = made.likelihood(
-        seeded(1, made.size, seed=5).expand(len(tuples), -1), tuples
-    )
-    torch.testing.assert_close(joint.exp().sum(), torch.ones((), dtype=F64))
-
-
 @pytest.mark.parametrize(
-    ("form", "temperature", "limits"),
-    [
-        ("full", 1.0, {}),
-        ("none", 0.5, {}),
-        ("none", 0.7, {"top_k": 3}),
-        ("none", 0.7, {"top_p": 0.8}),
-        ("recurrent", 3.0, {}),
-        ("recurrent", 2.0, {"top_k": 4}),
-    ],
+    ("form", "temperature", "top_k"),
+    [("full", 1.0, VOCAB), ("none", 0.7, 3), ("recurrent", 3.0, VOCAB)],
 )
 def test_sampled_drafts_follow_the_formula(
-    form: str, temperature: float, limits: dict[str, Any]
+    form: str, temperature: float, top_k: int
 ) -> None:
     """Chi-square of all (x_2, x_3), at a temperature, cut and not."""
     made = Made(form, 3)
     draws = 20_000
     first = 3
-    hidden = seeded(1, SIZE, seed=5, scale=0.2)
-    cuts = {name: torch.full((draws,), value) for name, value in limits.items()}
-    sampling = Sampling(torch.full((draws,), temperature), **cuts)
-    tokens = made.draft(hidden.expand(draws, -1), torch.full((draws,), first), sampling)
+    hidden = seeded(
+        1,
+        SIZE,
+        seed=5,
+        scale=0.2,
+    )
+    sampling = Sampling.random(
+        torch.full((draws,), temperature), torch.full((draws,), float(top_k))
+    )
+    tokens = made.draft(
+        hidden.expand(draws, -1),
+        torch.full((draws,), first),
+        sampling,
+    )
 
     def cut(before: tuple[int, ...]) -> torch.Tensor:
-        sharpened = made.conditional(hidden[0], before) ** (1 / temperature)
-        sharpened = sharpened / sharpened.sum()
-        order = sharpened.argsort(descending=True)
-        best = order[: limits.get("top_k", VOCAB)]
-        if "top_p" in limits:
-            best = order[
-                : int((sharpened[order].cumsum(0) < limits["top_p"]).sum()) + 1
-            ]
-        sharpened = torch.zeros_like(sharpened).scatter(0, best, sharpened[best])
-        return sharpened / sharpened.sum()
+        best = made.conditional(hidden[0], before).topk(top_k)
+        sharpened = best.values ** (1 / temperature)
+        whole = torch.zeros(VOCAB, dtype=F64)
+        return whole.scatter(
+            0,
+            best.indices,
+            sharpened / sharpened.sum(),
+        )
 
     second = cut((first,))
-    expected = (
-        torch.stack([second[x] * cut((first, x)) for x in range(VOCAB)]).flatten()
-        * draws
-    )
+    expected = torch.cat([second[x] * cut((first, x)) for x in range(VOCAB)]) * draws
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2)
-    often = expected >= 5
-    assert int(often.sum()) >= 6 and counts[expected == 0].sum() == 0
-    classes = [
-        torch.cat([values[often], values[~often].sum()[None]])
-        for values in (counts.double(), expected)
-    ]
-    # The rare ones are a class
-    observed, wanted = (values if classes[1][-1] else values[:-1] for values in classes)
-    assert chisquare(observed, wanted).pvalue > 1e-3
+    possible = expected > 0
+    assert counts[~possible].sum() == 0 and expected[possible].min() >= 5
+    assert chisquare(counts[possible], expected[possible]).pvalue > 1e-3
 
 
-def test_a_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made("full", 3)
-    rows: list[int] = []
-    whole = made.head.logits
+def test_chunks_are_computed_one_by_one_and_again_in_the_backward_pass() -> None:
+    sizes = []
 
-    def watched(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows.append(len(hidden))
-        return whole(hidden, *args)
+    def watched(rows: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(rows))
+        return rows.sin()
 
-    monkeypatch.setattr(made.head, "logits", watched)
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.numel() if tensor.shape[-1] == VOCAB else 0)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        joint, _ = made.likelihood(
-            seeded(7, SIZE, seed=5), torch.zeros(7, 3, dtype=torch.int64), chunk=3
-        )
-    assert (rows, max(saved)) == ([3, 3, 1], 0)
-    joint.sum().backward()
-    assert sorted(rows) == [1, 1, 3, 3, 3, 3]
+    rows = seeded(7, 3).requires_grad_()
+    result = in_chunks(watched, 3, rows)
+    assert torch.equal(result, rows.sin()) and sizes == [3, 3, 1]
+    (gradient,) = torch.autograd.grad(result.sum(), rows)
+    torch.testing.assert_close(gradient, rows.cos())
+    assert sorted(sizes) == [1, 1, 3, 3, 3, 3]
 
 
-def test_fresh_experts_stand_near_the_targets_head_but_apart() -> None:
-    hidden = torch.randn(4, 64)
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("form", ["full", "none"])
+def test_fresh_experts_stand_near_the_targets_head_but_apart(
+    form: str, rank: int
+) -> None:
+    """A single expert is the target's head."""
+    hidden = torch.randn(50, 64)
     unembedding = torch.randn(30, 64)
-    factorised = CPHead(64, 2, 3)
-    full = CPHead(64, 2, 3, 30, factorised=False)
-    assert full.classifiers is not None and not full.classifiers.any()
-    full.init_classifiers(unembedding)
-    for head in (factorised, full):
-        logits = head.logits(hidden, unembedding)
-        assert (
-            logits - hidden.matmul(unembedding.T)[:, None, None]
-        ).norm() < 0.02 * logits.norm()
+    head = cp_head(
+        64,
+        30,
+        0,
+        unembedding,
+        positions=2,
+        rank=rank,
+        **FORM[form],
+    )
+    logits = head.logits(hidden, unembedding)
+    noise = logits - (hidden @ unembedding.T)[:, None, None]
+    assert noise.norm() < (0.02 if rank > 1 else 1e-5) * logits.norm()
+    # The balance loss starts from experts that share the tokens, not from a tie.
+    assert len(head.log_weights(hidden).argmax(-1).unique()) == rank
+    if rank > 1:
         assert not torch.equal(logits[:, 0, 0], logits[:, 0, 1])
-        # The balance loss starts from experts that share the tokens, not from a tie.
-        assert len(head.log_weights(torch.randn(50, 64)).argmax(-1).unique()) == 3
-    assert torch.equal(
-        factorised.tensors()["cp.transforms"],
-        CPHead(64, 2, 3).tensors()["cp.transforms"],
-    )
-    assert not torch.equal(factorised.gate, CPHead(64, 2, 3, seed=1).gate)
-    torch.testing.assert_close(
-        CPHead(64, 2, 1).states(hidden), hidden[:, None, None].expand(-1, 2, 1, -1)
-    )
-
-
-def test_gradients_separate_the_experts() -> None:
-    """Tokens that come in pairs: rank 1 cannot fall under 2 log 2, rank 2 learns the
-    pairs from its fresh start.
-    """
-    torch.manual_seed(0)
-    hidden = torch.ones(64, 8)
-    unembedding = torch.randn(4, 8)
-    tokens = torch.tensor([[0, 1], [2, 3]]).repeat(32, 1)
-    losses = {}
-    for rank in (1, 2):
-        head = CPHead(8, 2, rank)
-        optimiser = torch.optim.Adam(head.parameters(), lr=0.03)
-        for _ in range(150):
-            optimiser.zero_grad()
-            loss = -log_likelihood(head, hidden, tokens, unembedding)[0].mean()
-            loss.backward()
-            optimiser.step()
-        losses[rank] = loss.item()
-    assert losses[1] > 2 * math.log(2) - 1e-4
-    assert losses[2] < math.log(2) + 0.05
-
-
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
-    made = Made(form)
-    head = made.head.to(dtype)
-    target = TargetLayers(
-        model_type="llama", hidden_size=SIZE, vocab_size=VOCAB, num_hidden_layers=2
-    )
-    config = CPConfig(
-        verifier="m",
-        positions=POSITIONS,
-        rank=RANK,
-        condition=head.condition,
-        factorised=made.factorised,
-        num_speculative_tokens=3,
-        target=target,
-        inner_size=5,
-        expert_rank=2,
-        layers=head.layers,
-    )
-    tensors = head.tensors()
-    assert {
-        name: [*tensor.shape] for name, tensor in tensors.items()
-    } == config.shapes()
-    again = CPHead.from_tensors(config, tensors)
-    assert (again.positions, again.condition, again.factors) == (
-        POSITIONS,
-        head.condition,
-        config.factors,
-    )
-    assert all(
-        torch.equal(value, tensors[name]) for name, value in again.tensors().items()
-    )
-    made.head = again
-    made.embeddings = made.embeddings.to(dtype)
-    made.unembedding = seeded(VOCAB, SIZE).to(dtype)
-    made.bias = made.bias.to(dtype)
-    tokens = made.draft(seeded(2, made.size).to(dtype), torch.tensor([0, 1]))
-    assert tokens.shape == (2, POSITIONS - 1)
-    assert CPConfig.model_validate(config.to_json()) == config
-    old = config.to_json()
-    del old["condition"]
-    if head.condition == "none":
-        assert CPConfig.model_validate(old) == config, (
-            "heads from before there were conditions"
-        )

@@ -3,20 +3,17 @@
 the full recipe (section 3.1).
 """
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Factory
+from heads_folders import cp_head
 from torch.nn import functional
 
-from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import Condition, CPConfig, CPOptions, CPParts
-from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.cp.recipe import CPRecipe, ridge_start
+from vllm_ppd.heads.cp.config import Condition, CPOptions
+from vllm_ppd.heads.cp.recipe import CPRecipe, ridge
 from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -29,7 +26,6 @@ GIVEN: dict[str, Any] = {
     "out": "-",
     "rank": 2,
     "positions": POSITIONS,
-    "stored_dtype": "float32",
 }
 FULL: dict[str, Any] = {
     "recipe": "full",
@@ -40,77 +36,101 @@ FULL: dict[str, Any] = {
 }
 
 
-def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def test_cost_of_a_condition() -> None:
-    """Three drafts of rank 2: transforms, matrices that read tokens, and reads of the LM head."""
-    target = TargetLayers(
-        model_type="llama", hidden_size=SIZE, vocab_size=64, num_hidden_layers=2
+@pytest.mark.parametrize(
+    ("form", "cost"),
+    [
+        # Three drafts of rank 2: transforms, and one read of the LM head
+        ({"condition": "none"}, (8, 1)),
+        ({"condition": "none", "factorised": False}, (0, 8)),
+        # Three matrices for the layers; a draft: V, the gated layer, two an expert
+        ({"layers": (1, 2)}, (3 + 3 * (2 + 5 * 2 + 2 * 2), 3)),
+    ],
+)
+def test_cost_of_a_condition(form: dict[str, Any], cost: tuple[float, float]) -> None:
+    given = {"condition": "recurrent", "expert_rank": SIZE} | form
+    head = cp_head(
+        SIZE,
+        8,
+        positions=4,
+        rank=2,
+        **given,
     )
-    counts = [{"drafted": 9.0, "cycles": 9.0, "length": 1.5}] * 3
-    timing = {
-        "seconds": {"layer": {1: 1.0}, "lm_head": {1: 1.0}},
-        "lm_head_share": 0.1,
-        "transform_in_layers": 1.0,
-    }
-    acceptance = {name: {"by_drafts": counts} for name in ("greedy", "T 0.8")}
-    parts = CPParts.model_validate({"timing": timing, "acceptance": acceptance})
-    costs = {}
-    for condition in ("none", "recurrent"):
-        config = CPConfig(
-            verifier="m",
-            positions=4,
-            rank=2,
-            condition=condition,
-            num_speculative_tokens=3,
-            target=target,
-            inner_size=2 * SIZE,
-            expert_rank=SIZE,
-        )
-        three = list(config.settings(parts, greedy=True))[2]
-        costs[condition] = (three.layers, three.reads, three.rows)
-    # A draft: V, the gated layer, and two matrices an expert
-    recurrent = (
-        3 * (2 + 5 * 2 + 2 * 2),
-        3,
-        2,
-    )
-    assert costs == {"none": (8, 1, 8), "recurrent": recurrent}
+    assert head.config.work(3) == cost
 
 
 def test_ridge_finds_a_linear_model() -> None:
-    """The first transforms are the matrices that made the target's states from the one
-    that the head reads.
-    """
-    head = CPHead(SIZE, POSITIONS, 2)
-    noise = CPHead(SIZE, POSITIONS, 2).transforms
     generator = torch.Generator().manual_seed(0)
-    made = torch.randn(POSITIONS, SIZE, SIZE, generator=generator)
-    made[0] = torch.eye(SIZE)
-    hidden = torch.randn(400, SIZE, generator=generator)
-    states = torch.stack([hidden @ matrix.T for matrix in made], dim=1)
-    unread = torch.zeros(400, POSITIONS - 1, SIZE)
-    ridge_start(head, [(states[:250], unread[:250]), (states[250:], unread[250:])])
-    assert head.transforms is not None and noise is not None
-    for expert in range(2):
-        start = head.transforms[:, expert] - (noise[:, expert] - torch.eye(SIZE))
-        torch.testing.assert_close(start, made, rtol=0.02, atol=0.02)
+    matrix = torch.randn(
+        2 * SIZE,
+        5,
+        generator=generator,
+    )
+    inputs = torch.randn(
+        400,
+        2 * SIZE,
+        generator=generator,
+    )
+    outputs = inputs @ matrix
+    parts = zip(
+        inputs.split(250),
+        outputs.split(250),
+        strict=True,
+    )
+    solution, scale = ridge(parts, SIZE)
+    torch.testing.assert_close(
+        solution.float(),
+        matrix,
+        rtol=0.02,
+        atol=0.02,
+    )
+    assert scale == pytest.approx(float(outputs.square().mean() ** 0.5), rel=0.01)
 
 
 def recipe_of(model: Path, **options: Any) -> CPRecipe:
-    made = CPOptions(**{**GIVEN, "model": str(model), **options})
-    full = made.recipe == "full"
-    return CPRecipe(
-        made, Target(str(model), torch.device("cpu"), torch.float32, trainable=full)
+    made = CPOptions(
+        **{
+            **GIVEN,
+            "model": str(model),
+            **options,
+        }
     )
+    trainable = made.recipe == "full"
+    target = Target(
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+        trainable=trainable,
+    )
+    return CPRecipe(made, target)
 
 
 def windows(count: int = 3, length: int = 40) -> Batch:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, 250, (count, length), generator=generator)
+    ids = torch.randint(
+        2,
+        250,
+        (count, length),
+        generator=generator,
+    )
     return Batch(ids, torch.arange(length).expand(count, -1))
+
+
+def assert_same_gradients(
+    recipe: CPRecipe, loss: torch.Tensor, expected: torch.Tensor, tolerance: float
+) -> None:
+    """Of all parameters, some of which neither may read."""
+    parameters = list(recipe.parameters())
+    ours, theirs = (
+        torch.autograd.grad(of, parameters, allow_unused=True)
+        for of in (loss, expected)
+    )
+    assert any(gradient is not None for gradient in ours)
+    torch.testing.assert_close(
+        ours,
+        theirs,
+        rtol=1e-3,
+        atol=tolerance,
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,93 +154,87 @@ def test_loss_is_the_formula(
         train_vocab_size=vocabulary,
         layers=layers,
     )
-    for seed, parameter in enumerate(recipe.parameters()):
-        parameter.data += seeded(*parameter.shape, seed=seed, scale=0.05)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in recipe.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
     batch = windows()
     target = recipe.target
     head = recipe.head
-    vocabulary_ids = torch.arange(target.vocab_size)
+    ids = torch.arange(target.vocab_size)
     if vocabulary:
         counts = torch.bincount(batch.input_ids.flatten(), minlength=target.vocab_size)
-        vocabulary_ids = most_frequent(counts, vocabulary)
-        recipe.use_vocabulary(vocabulary_ids)
+        ids = most_frequent(counts, vocabulary)
+        recipe.use_vocabulary(ids)
     loss, figures = recipe.loss(batch)
-    loss.backward()
-    gradients = [
-        parameter.grad.clone()
-        for parameter in recipe.parameters()
-        if parameter.grad is not None
-    ]
-    assert len(gradients) == len(list(recipe.parameters()))
-    recipe.zero_grad()
     assert "accepted" not in figures
     recipe.eval()
     accepted = recipe.loss(batch)[1]["accepted"].tolist()
 
-    place = {int(token): index for index, token in enumerate(vocabulary_ids)}
     states = target.run(batch, layers)
-    final = states.final.view(3, 40, -1)
-    read = head.read(states).view(3, 40, -1)
-    log_p = functional.log_softmax(final @ target.unembedding.T, -1)
-    total: torch.Tensor = torch.zeros(())
+    log_p = (
+        (states.final @ target.unembedding.T)
+        .log_softmax(-1)
+        .view(
+            3,
+            40,
+            -1,
+        )
+    )
+    hidden = head.read(states).view(3, 40, -1)[:, :36].flatten(0, 1)
+    text = batch.input_ids.unfold(1, 5, 1)[..., 1:].flatten(0, 1)
+    rows = torch.arange(3 * 36)
+    context = target.embed(text[:, :-1])
+    logits = head.logits(
+        hidden,
+        target.unembedding[ids],
+        None,
+        context,
+    )
+    weights = gates = head.log_weights(hidden, context)
+    total = torch.zeros(())
     nll = torch.zeros(())
-    gates = []
-    right = torch.zeros(3, dtype=torch.int64)
-    for row, t in itertools.product(range(3), range(40 - 4)):
-        text = batch.input_ids[row, t + 1 : t + 5]
-        context = target.embed(text[None, :-1])
-        factors = head.logits(
-            read[row, t][None], target.unembedding[vocabulary_ids], None, context
-        )[0].log_softmax(-1)
-        weights = head.log_weights(read[row, t][None], context)[0]
-        gates.append(weights)
-        alive = True
-        for index, s in enumerate(range(1 + head.lead, 5)):
-            mixed = torch.logsumexp(weights[:, None] + factors[index], 0)
-            best = log_p[row, t + s - 1].topk(5)
-            if s > 1:
-                alive = alive and bool(
-                    vocabulary_ids[mixed.argmax()] == best.indices[0]
-                )
-                right[s - 2] += alive
-            for value, token in zip(
-                best.values.tolist(), best.indices.tolist(), strict=True
-            ):
-                if token in place:
-                    total = (
-                        total
-                        - 0.8**index
-                        * 0.7
-                        * torch.tensor(value).exp()
-                        * mixed[place[token]]
-                    )
-            if (token := int(text[s - 1])) in place:
-                nll = nll - mixed[place[token]]
-                weights = torch.log_softmax(
-                    weights + factors[index, :, place[token]], 0
-                )
-    expected = (total + 0.3 * nll) / (3 * 36) + 0.1 * balance_loss(torch.stack(gates))
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
-    assert accepted == right.tolist()
-    torch.testing.assert_close(figures["joint"], nll.detach(), rtol=1e-4, atol=1e-4)
-    expected.backward()
-    for gradient, parameter in zip(gradients, recipe.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+    right = []
+    alive = torch.ones(len(rows), dtype=torch.bool)
+    for factor, s in enumerate(range(1 + head.lead, 5)):
+        factors = logits[:, factor].log_softmax(-1)
+        mixed = torch.logsumexp(weights[..., None] + factors, dim=1)
+        best = log_p[:, s - 1 : s + 35].flatten(0, 1).topk(5)
+        teacher = torch.zeros(len(rows), target.vocab_size)
+        teacher[rows[:, None], best.indices] = best.values.exp()
+        total = total - 0.7 * 0.8**factor * (teacher[:, ids] * mixed).sum()
+        if s > 1:
+            alive = alive & (ids[mixed.argmax(1)] == best.indices[:, 0])
+            right.append(int(alive.sum()))
+        seen, place = (text[:, s - 1, None] == ids).nonzero().unbind(1)
+        nll = nll - mixed[seen, place].sum()
+        moved = torch.log_softmax(weights[seen] + factors[seen, :, place], dim=-1)
+        weights = weights.index_copy(0, seen, moved)
+    expected = (total + 0.3 * nll) / len(rows) + 0.1 * balance_loss(gates)
+    torch.testing.assert_close(
+        loss,
+        expected,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    torch.testing.assert_close(
+        figures["joint"],
+        nll.detach(),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    assert accepted == right
+    assert_same_gradients(recipe, loss, expected, 1e-5)
 
 
 def test_a_share_of_the_positions(tiny_model: Factory) -> None:
     """Drawn anew in each epoch while training; the evaluation reads all."""
     recipe = recipe_of(tiny_model(), position_share=0.25)
     batch = windows()
-    _, valid = batch.ahead(4)
-    chosen = [recipe.train().share_of(valid, 0.25) for _ in range(2)]
-    assert not torch.equal(*chosen)
-    assert all(
-        len(rows) == round(0.25 * int(valid.sum())) and valid[rows].all()
-        for rows in chosen
-    )
-    assert int(recipe.loss(batch)[1]["rows"]) == len(chosen[0])
-    assert int(recipe.eval().loss(batch)[1]["rows"]) == int(valid.sum())
+    first, counts = recipe.loss(batch)
+    second, _ = recipe.loss(batch)
+    assert first != second
+    assert int(counts["rows"]) == 3 * 36 / 4
+    assert int(recipe.eval().loss(batch)[1]["rows"]) == 3 * 36
 
 
 @pytest.mark.parametrize(("condition", "slow"), [("none", 0), ("recurrent", 1)])
@@ -230,18 +244,17 @@ def test_ridge_starts_below_the_identity(
     """Nearer to the target's distributions than its own LM head is, before the first step."""
     losses = {}
     for start in ("identity", "ridge"):
-        recipe = recipe_of(tiny_model(), condition=condition, start=start)
-
-        def some() -> Iterator[Batch]:
-            yield windows(12, 120)
-
-        recipe.start_from(some())
+        recipe = recipe_of(
+            tiny_model(),
+            condition=condition,
+            start=start,
+        )
+        recipe.start_from(iter([windows(12, 120)]))
         losses[start] = float(recipe.loss(windows(4, 120))[1]["distilled"])
         rates = [group["peak"] for group in recipe.groups(1e-3)]
         # The tiny model's embeddings are about an eighth of its normed states.
-        assert rates[:2] == [1e-3, 1e-3] and rates[2:] == pytest.approx(
-            [8e-3] * slow, rel=0.2
-        )
+        assert rates[:2] == [1e-3, 1e-3]
+        assert rates[2:] == pytest.approx([8e-3] * slow, rel=0.2)
     assert losses["ridge"] < losses["identity"]
 
 
@@ -255,84 +268,48 @@ def test_the_loss_of_the_full_recipe_is_the_formula(
     recipe = recipe_of(tiny_model(), **FULL, factorised=factorised)
     target = recipe.target
     head = recipe.head
-    ids = torch.randint(2, 250, (2, 20), generator=torch.Generator().manual_seed(3))
-    batch = Batch(ids, torch.arange(20).expand(2, -1))
+    batch = windows(2, 20)
+    ids = batch.input_ids
     loss, counts = recipe.loss(batch)
-    loss.backward()
-    gradients = {
-        name: p.grad.clone()
-        for name, p in recipe.named_parameters()
-        if p.grad is not None
-    }
-    recipe.zero_grad()
 
-    final = (
-        target.model.base_model(input_ids=ids).last_hidden_state[:, :-3].flatten(0, 1)
-    )
-    text = torch.stack([ids[:, s : 20 - 3 + s] for s in (1, 2, 3)], dim=-1).flatten(
-        0, 1
-    )
-    next_token = functional.cross_entropy(
-        target.model.get_output_embeddings()(final), text[:, 0]
-    )
+    states = target.model.base_model(input_ids=ids).last_hidden_state
+    final = states[:, :-3].flatten(0, 1)
+    text = torch.stack([ids[:, s : s + 17] for s in (1, 2, 3)], -1).flatten(0, 1)
+    lm_head = target.model.get_output_embeddings()
+    next_token = functional.cross_entropy(lm_head(final), text[:, 0])
     weights = head.log_weights(final)
-    factors = head.log_factors(
-        final, None if not factorised else target.unembedding.detach()
-    )
+    factors = head.logits(final, target.unembedding.detach()).log_softmax(-1)
     seen = factors.gather(-1, text[:, :, None, None].expand(-1, -1, 2, 1)).squeeze(-1)
     joint = -torch.logsumexp(weights + seen.sum(1), dim=-1).mean()
     expected = next_token + joint + 0.1 * balance_loss(weights)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(counts["next_token"], next_token.detach() * len(text))
-    expected.backward()
-    assert set(gradients) == {
-        name for name, p in recipe.named_parameters() if p.grad is not None
-    }
-    for name, parameter in recipe.named_parameters():
-        if parameter.grad is not None:
-            torch.testing.assert_close(
-                gradients[name], parameter.grad, rtol=1e-3, atol=1e-6
-            )
-    alone = recipe_of(tiny_model(), **{**FULL, "recipe": "heads"}).loss(batch)[1]
-    assert "next_token" not in alone
+    assert_same_gradients(recipe, loss, expected, 1e-6)
 
 
 def test_from_scratch(tiny_model: Factory) -> None:
     """A random base model is the same for a seed, and nothing of the given one but its shape."""
-    weights = []
-    for seed in (5, 5, 6):
-        recipe = recipe_of(
-            tiny_model(), **FULL, base_start="random", start="identity", seed=seed
-        )
-        weights.append(dict(recipe.target.model.state_dict()))
-    given = recipe_of(tiny_model(), **FULL).target.model.state_dict()
-    for name in (name for name in given if name.endswith("proj.weight")):
-        assert torch.equal(weights[0][name], weights[1][name])
-        assert not torch.equal(weights[0][name], weights[2][name])
-        assert not torch.equal(weights[0][name], given[name])
+    given = recipe_of(tiny_model(), **FULL).target.unembedding
+    scratch = FULL | {"base_start": "random", "start": "identity"}
+    first, same, other = (
+        recipe_of(tiny_model(), **scratch, seed=seed).target.unembedding
+        for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other) and not torch.equal(first, given)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_start": "random"}, "add --recipe full --start identity"),
         (
             {"base_start": "random", "recipe": "full"},
             "add --recipe full --start identity",
         ),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
-        (
-            {"factorised": False},
-            "condition 'recurrent' needs factorised heads; use 'none'",
-        ),
-        (
-            {"condition": "chain"},
-            "no longer served; train new heads with --condition recurrent",
-        ),
-        (
-            {"num_speculative_tokens": 4},
-            "num_speculative_tokens=4 needs 5 positions, not 4",
-        ),
+        ({"factorised": False}, "needs factorised heads; use 'none'"),
+        ({"condition": "chain"}, "train new heads with --condition recurrent"),
+        ({"num_speculative_tokens": 4}, "needs 5 positions, not 4"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

@@ -14,10 +14,8 @@ from conftest import DEMO
 from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
-from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import document_prompts
-from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -44,11 +42,17 @@ def chatty() -> Any:
     return templated(TEMPLATE)
 
 
-def read(path: str | Path, tokenizer: Any) -> list[str]:
-    return [document.text for document in Documents([path], lambda: tokenizer)]
+def read(
+    path: str | Path,
+    tokenizer: Any,
+) -> list[str]:
+    return [document.text for document in Documents([path], tokenizer)]
 
 
-def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
+def test_a_folder_of_files(
+    tmp_path: Path,
+    chatty: Any,
+) -> None:
     write(tmp_path / "a.jsonl", {"text": "one"}, {"messages": CHAT})
     (tmp_path / "b.json").write_text('[{"text": "two"},\n {"text": "three"}]')
     (tmp_path / "c.py").write_text("x = 1\n" * 100_000)
@@ -76,75 +80,62 @@ def test_a_folder_of_files(tmp_path: Path, chatty: Any) -> None:
         ),
         ({"prompt": "a"}, "a", "a"),
         ({"prompt": "a", "response": " b"}, "a b", "a"),
-        ({"prompt": "a", "completion": " b"}, "a b", "a"),
     ],
 )
 def test_forms_of_records(
     tmp_path: Path, chatty: Any, record: Any, text: str, prompt: str | None
 ) -> None:
-    (document,) = Documents([write(tmp_path / "a.jsonl", record)], lambda: chatty)
+    (document,) = Documents([write(tmp_path / "a.jsonl", record)], chatty)
     assert (document.text, document.prompt) == (text, prompt)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "a.jsonl:2 is not JSON"),
-        ('{"text": "\xe9"}', "a.jsonl:2 is not JSON .not UTF-8"),
-        ('{"a": ' + "[" * 100_000, "a.jsonl:2 is not JSON .nested too deeply"),
-        (
-            '{"question": "x", "chosen": "y"}',
-            "a.jsonl:2 has 'chosen', 'question'; each record needs 'messages'",
-        ),
-        (
-            '{"prompt": "x", "response": 3}',
-            "a.jsonl:2: 'response' is of type int; it must be a string",
-        ),
-        ("[1]", "a.jsonl:2 is no JSON object"),
-        ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),
-        (
-            '{"messages": "hi"}',
-            "a.jsonl:2: 'messages' must be a list of objects with 'role' and "
-            "'content' strings",
-        ),
-        ('{"messages": [{"role": "user"}]}', "a.jsonl:2: 'messages' must be a list"),
-        (
-            '{"prompt_token_ids": [1, true]}',
-            "a.jsonl:2: no list of token ids under 'prompt_token_ids'",
-        ),
-        (
-            json.dumps({"messages": CHAT}),
-            "a.jsonl:2 is a chat, but this model's tokenizer has no chat template",
-        ),
-        ('{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n", encoding="latin-1")
-    with pytest.raises(TrainingError, match=message) as caught:
-        read(path, templated(None))
-    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"text": "a"},\n {"text" "b"}]', "a.json is not JSON .*line 2"),
+        ("a.jsonl", "{", "a.jsonl:2 is not JSON"),
+        ("a.jsonl", '{"text": "\xe9"}', "a.jsonl:2 is not JSON .*utf-8"),
+        ("a.jsonl", '{"a": ' + "[" * 100_000, ":2 is not JSON .*recursion"),
         (
-            "a.json",
-            b'[{"text": "a"}, {"text": 3}]',
-            "a.json, record 2: 'text' is of type int",
+            "a.jsonl",
+            '{"question": "x", "chosen": "y"}',
+            "a.jsonl:2 has 'chosen', 'question'; each record needs 'messages'",
         ),
-        ("a.txt", b"one\n\xff\n", "a.txt is not UTF-8 text; convert the file"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "response": 3}',
+            "a.jsonl:2: 'response' is of type int; it must be a string",
+        ),
+        ("a.jsonl", "[1]", "a.jsonl:2 is no JSON object"),
+        (
+            "a.jsonl",
+            '{"messages": [{"role": "user"}]}',
+            "a.jsonl:2: 'messages' must be a list of objects with 'role' and "
+            "'content' strings",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt_token_ids": [1, true]}',
+            "a.jsonl:2: no list of token ids under 'prompt_token_ids'",
+        ),
+        (
+            "a.jsonl",
+            json.dumps({"messages": CHAT}),
+            "a.jsonl:2 is a chat, but this model's tokenizer has no chat template",
+        ),
+        ("a.jsonl", '{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
+        ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json is not JSON .*line 3"),
+        ("a.json", '{"text": 3}', "a.json, record 1: 'text' is of type int"),
+        ("a.txt", "\xff", "a.txt is not UTF-8 text; convert the file"),
     ],
 )
-def test_a_bad_file_is_named(
-    tmp_path: Path, name: str, content: bytes, message: str
+def test_bad_data_is_named(
+    tmp_path: Path, name: str, content: str, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TrainingError, match=message):
+    first = "\n" if name == "a.json" else '{"text": "fine"}\n'
+    (tmp_path / name).write_text(first + content + "\n", encoding="latin-1")
+    with pytest.raises(TrainingError, match=message) as caught:
         read(tmp_path / name, templated(None))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300
 
 
 @pytest.mark.parametrize(
@@ -163,10 +154,8 @@ def test_a_bad_file_is_named(
 def test_records_that_are_skipped_are_counted(
     tmp_path: Path, chatty: Any, capsys: Any, record: Any, reason: str
 ) -> None:
-    made = Documents(
-        [write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)], lambda: chatty
-    )
-    assert [document.text for document in made] == ["fine"]
+    path = write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)
+    assert read(path, chatty) == ["fine"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"vllm-ppd: skipped 2: 2 {reason}") and line.endswith(
         ", of 3 records"
@@ -182,44 +171,43 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
     special = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, BOS)])
     tokenizer.backend_tokenizer.post_processor = special
     tokenizer.chat_template = token + TEMPLATE
-    assert SpecialTokens.of(tokenizer) == ((BOS,), ())
     path = write(tmp_path / "a.jsonl", {"text": "some longer text"}, {"messages": CHAT})
-    documents = Documents([path], lambda: tokenizer)
-    served = [
-        tokenizer("some longer text")["input_ids"],
-        tokenizer(
-            tokenizer.apply_chat_template(CHAT, tokenize=False),
-            add_special_tokens=False,
-        )["input_ids"],
-    ]
-    assert [document.ids for document in documents.tokens()] == served
+    documents = Documents([path], tokenizer)
+
+    def rendered(messages: Any, **settings: Any) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    whole = tokenizer("some longer text")["input_ids"]
+    assert [document.ids for document in documents.tokens()] == [whole, rendered(CHAT)]
     pieces, chat = document_prompts(documents, 5)
-    assert not pieces.is_asked and chat.is_asked and len(pieces.ids) > 1
-    assert all(
-        ids[0] == BOS and BOS not in ids[1:] and len(ids) == 5 for ids in pieces.ids
-    )
-    asked = tokenizer.apply_chat_template(
-        CHAT[:1], tokenize=False, add_generation_prompt=True
-    )
-    assert chat.ids == [tokenizer(asked, add_special_tokens=False)["input_ids"]]
+    body = whole[1:]
+    assert pieces == [[BOS, *body[i : i + 4]] for i in range(0, len(body) - 3, 4)]
+    assert chat == [rendered(CHAT[:1], add_generation_prompt=True)]
 
 
-BAD: dict[str, tuple[str, str | None, str]] = {
-    "no file": ("none.jsonl", None, "data file 'none.jsonl' does not exist"),
-    "a pipe": ("pipe", None, "data file 'pipe' is not a regular file"),
-    "no text": (
+BAD: list[tuple[str, str | None, str]] = [
+    ("none.jsonl", None, "data file 'none.jsonl' does not exist"),
+    ("pipe", None, "data file 'pipe' is not a regular file"),
+    (
         "a.jsonl",
         '\n{"text": null}\n',
         "no text in a.jsonl (a.jsonl:2: the text is null); give .jsonl",
     ),
-    "no JSON": ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
-}
+    ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
+]
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("name", "content", "message"), BAD)
 @pytest.mark.parametrize("command", ["train early", "calibrate", "data"])
 def test_commands_refuse_bad_data_before_a_model_is_loaded(
-    command: str, bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: str,
+    name: str,
+    content: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("a model is loaded")
@@ -227,10 +215,9 @@ def test_commands_refuse_bad_data_before_a_model_is_loaded(
     for loader in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     monkeypatch.chdir(tmp_path)
-    name, content, message = BAD[bad]
     if content is not None:
         Path(name).write_text(content)
-    elif bad == "a pipe":
+    elif name == "pipe":
         os.mkfifo(name)
     words = {
         "train early": ["--model", str(DEMO), "--out", "out", "--data", name],
@@ -240,16 +227,3 @@ def test_commands_refuse_bad_data_before_a_model_is_loaded(
     assert main([*command.split(), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ppd: error: {message}") and not Path("out").exists()
-
-
-def test_too_few_prompts_are_told_before_a_model_is_loaded(tmp_path: Path) -> None:
-    ids = {"prompt_token_ids": [4, 5]}
-    text = {"text": "has any number of prompts"}
-    data = write(tmp_path / "a.jsonl", ids, {"prompt": "x"})
-    check_data([data], prompts=2)
-    with pytest.raises(
-        TrainingError,
-        match=r"3 prompts are needed, but .*a\.jsonl have 2; give more data",
-    ):
-        check_data([data], prompts=3)
-    check_data([data, write(tmp_path / "b.jsonl", text)], prompts=3)

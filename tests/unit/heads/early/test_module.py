@@ -1,43 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads: what they compute, and their folder."""
+"""Early heads: where they start, what they compute, and their folder."""
 
 import torch
 from conftest import Factory
 from safetensors.torch import load_file
 
-from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.early.recipe import EarlyRecipe
 from vllm_ppd.heads.io import kind_of, load_tensors
+from vllm_ppd.heads.training.target import Target
 
 
-def test_fresh_heads_are_the_untrained_exit() -> None:
-    hidden = torch.randn(4, 16)
-    assert torch.equal(EarlyHeads([2, 5], 16)(hidden, 5), hidden)
+def test_fresh_heads_are_the_untrained_exit(tiny_model: Factory) -> None:
+    target = Target(
+        str(tiny_model()),
+        torch.device("cpu"),
+        torch.float32,
+    )
+    options = EarlyOptions(
+        model="-",
+        data=("-",),
+        out="-",
+        exit_layers=(5, 2),
+    )
+    heads = EarlyRecipe(options, target).heads
+    hidden = torch.randn(4, 64)
+    assert heads.exit_layers == (2, 5) and torch.equal(heads(hidden, 5), hidden)
 
 
-def test_head_is_lm_head_times_transform() -> None:
+def test_head_is_lm_head_times_transform(heads_folder: Factory) -> None:
     """softmax(E* T h) is what a full head E^(i) = E* T^(i) computes (ParaDecode, section 2.1)."""
-    torch.manual_seed(0)
-    lm_head = torch.randn(50, 16)
-    hidden = torch.randn(4, 16)
-    heads = EarlyHeads([3], 16)
-    transform = torch.randn(16, 16)
-    heads.weights["3"].data.copy_(transform)
-    torch.testing.assert_close(
-        heads(hidden, 3) @ lm_head.T, hidden @ (lm_head @ transform).T
-    )
-
-
-def test_round_trip(heads_folder: Factory) -> None:
     folder = heads_folder(exit_layers=(2, 4), noise=0.1)
-    config, tensors = load_tensors(folder, EarlyConfig)
-    heads = EarlyHeads.from_tensors(config, tensors)
     assert kind_of(folder) == "early"
-    assert (config.exit_layers, config.num_speculative_tokens) == ([2, 4], 2)
-    assert torch.equal(
-        heads.weights["4"], load_file(folder / "model.safetensors")["exit.4.transform"]
-    )
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "config.json",
-        "model.safetensors",
-    ]
+    heads = EarlyHeads(*load_tensors(folder, EarlyConfig))
+    transform = load_file(folder / "model.safetensors")["exit.4.transform"]
+    torch.manual_seed(0)
+    lm_head = torch.randn(50, 64)
+    hidden = torch.randn(4, 64)
+    expected = hidden @ (lm_head @ transform).T
+    torch.testing.assert_close(heads(hidden, 4) @ lm_head.T, expected)

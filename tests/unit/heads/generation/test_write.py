@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd data` without vLLM: prompts, user turns, what is left out, and runs that continue."""
 
+import itertools
 import json
+import math
 import random
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
+from conftest import Factory
 from records import TEMPLATE, templated, write
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation import write as generation
 from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import (
-    ChatFile,
-    Continuation,
-    Sampling,
-    UserTurns,
-    beginning,
-    read_prompts,
-    write_chats,
-)
+from vllm_ppd.heads.generation.write import Sampling, write_chats
 
 END = 0
 TURNS = ["what is two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "is it?"]
@@ -31,28 +28,32 @@ TURNS = ["what is two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "
 class FakeEngine:
     """Writes what the seeds say; it is interrupted before batch `stop_before`."""
 
-    def __init__(self, stop_before: int | None = None) -> None:
-        self.batches: list[tuple[list[int], Sampling]] = []
+    def __init__(
+        self,
+        stop_before: int | None = None,
+    ) -> None:
+        self.batches: list[tuple[list[list[int]], list[int], Sampling]] = []
         self.stop_before = stop_before
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
-    ) -> list[Continuation]:
+    ) -> list[SimpleNamespace]:
         if len(self.batches) == self.stop_before:
             raise KeyboardInterrupt
-        self.batches.append((seeds, sampling))
-        return [self.continuation(seed, sampling.wants_text) for seed in seeds]
+        self.batches.append((prompts, seeds, sampling))
+        return [self.continuation(seed) for seed in seeds]
 
-    def continuation(self, seed: int, wants_text: bool) -> Continuation:
+    def continuation(
+        self,
+        seed: int,
+    ) -> SimpleNamespace:
         chosen = random.Random(seed)
-        if wants_text:
-            reason = "length" if chosen.random() < 0.1 else "stop"
-            number = chosen.randint(0, 3)
-            return Continuation([END], f" {chosen.choice(TURNS)}{number or ''}", reason)
+        turn = f" {chosen.choice(TURNS)}{chosen.randint(0, 3) or ''}"
         ids = [chosen.randint(1, 200) for _ in range(chosen.randint(1, 9))]
         if chosen.random() < 0.3:
-            return Continuation(ids, "", "length")
-        return Continuation([*ids, END], "", "stop")
+            return SimpleNamespace(token_ids=ids, text=turn, finish_reason="length")
+        ids.append(END)
+        return SimpleNamespace(token_ids=ids, text=turn, finish_reason="stop")
 
     def close(self) -> None: ...
 
@@ -66,118 +67,157 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def options(out: Path | str = "-", **changes: Any) -> DataOptions:
-    return DataOptions(**{"model": "any", "out": str(out), "batch": 7, **changes})
+@pytest.fixture
+def run(tmp_path: Path) -> Factory:
+    """run(name, engine, until, **options): the chats of a file after `ppd data`."""
+
+    def write_file(
+        name: str = "a.jsonl",
+        engine: FakeEngine | None = None,
+        until: float = math.inf,
+        **changes: Any,
+    ) -> list[dict[str, Any]]:
+        path = tmp_path / name
+        options = DataOptions(
+            **{"model": "any", "out": str(path), "batch": 7, **changes}
+        )
+        file = write_chats(options, lambda _: engine or FakeEngine(), until)
+        chats = [json.loads(line) for line in path.open()]
+        assert file.count == len(chats)
+        return chats
+
+    return write_file
 
 
-def chats(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[str]:
+    records = [{"prompt_token_ids": [i + 1, 5]} for i in range(40)]
+    return (write(tmp_path / "prompts.jsonl", *records),)
 
 
-def prompts_file(folder: Path) -> str:
-    return write(
-        folder / "prompts.jsonl", *({"prompt_token_ids": [i + 1, 5]} for i in range(40))
-    )
-
-
-def test_answers_are_in_the_prompts_order(tmp_path: Path) -> None:
+def test_answers_are_in_the_prompts_order(
+    run: Factory,
+    prompts: tuple[str],
+) -> None:
     engine = FakeEngine()
-    out = options(tmp_path / "a.jsonl", prompts=(prompts_file(tmp_path),))
-    assert write_chats(out, lambda _: engine).count == 40
-    written = chats(tmp_path / "a.jsonl")
-    assert [chat["prompt_token_ids"] for chat in written] == [
+    chats = run(engine=engine, prompts=prompts)
+    assert [chat["prompt_token_ids"] for chat in chats] == [
         [i + 1, 5] for i in range(40)
     ]
-    assert {chat["finish_reason"] for chat in written} == {"stop", "length"}
-    assert all(
-        (chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop")
-        for chat in written
-    )
-    seeds = [seed for batch, _ in engine.batches for seed in batch]
-    assert len(set(seeds)) == 40 and max(len(batch) for batch, _ in engine.batches) == 7
-    assert engine.batches[0][1] == Sampling(0.8, 0.95, 512)
+    assert {chat["finish_reason"] for chat in chats} == {"stop", "length"}
+    for chat in chats:
+        assert (chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop")
+    seeds = [seeds for _, seeds, _ in engine.batches]
+    assert len(set(itertools.chain(*seeds))) == 40
+    assert max(map(len, seeds)) == 7
+    assert engine.batches[0][2] == Sampling(0.8, 0.95, 512)
 
 
 @pytest.mark.parametrize(
     ("has_prompts", "fewer", "number"), [(True, 25, 30), (False, 10, 12)]
 )
 def test_a_run_that_is_killed_continues_to_the_same_file(
-    tmp_path: Path, has_prompts: bool, fewer: int, number: int
+    run: Factory,
+    prompts: tuple[str],
+    tmp_path: Path,
+    has_prompts: bool,
+    fewer: int,
+    number: int,
 ) -> None:
     """After batches, and within a line; and a file can be extended."""
-    prompts = (prompts_file(tmp_path),) if has_prompts else ()
-    whole = tmp_path / "whole.jsonl"
     killed = tmp_path / "killed.jsonl"
-    write_chats(options(whole, prompts=prompts, number=number), lambda _: FakeEngine())
+    run = partial(run, prompts=prompts if has_prompts else ())
+    whole = run("whole.jsonl", number=number)
     for stop_before in (2, 1):
-        engine = FakeEngine(stop_before)
         with pytest.raises(KeyboardInterrupt):
-            write_chats(
-                options(killed, prompts=prompts, number=number), lambda _, e=engine: e
-            )
+            run(killed.name, FakeEngine(stop_before), number=number)
         with killed.open("ab") as file:
             file.write(b'{"prompt_token_ids": [1')
-    write_chats(options(killed, prompts=prompts, number=fewer), lambda _: FakeEngine())
-    assert len(chats(killed)) >= fewer
-    write_chats(options(killed, prompts=prompts, number=number), lambda _: FakeEngine())
-    assert killed.read_bytes() == whole.read_bytes()
+    assert len(run(killed.name, number=fewer)) >= fewer
+    assert run(killed.name, number=number) == whole
 
 
 def test_user_turns_are_filtered_and_written_once(
-    tmp_path: Path, tokenizer: Any
+    run: Factory,
+    tokenizer: Any,
 ) -> None:
-    write_chats(options(tmp_path / "a.jsonl", number=15), lambda _: FakeEngine())
-    prompts = [
-        tokenizer.decode(chat["prompt_token_ids"])
-        for chat in chats(tmp_path / "a.jsonl")
-    ]
-    assert all(text.endswith("<|end|>\n<assistant>") for text in prompts)
-    turns = [text.split("<user>")[1].split("<|end|>")[0] for text in prompts]
-    assert len(set(turns)) == 15
-    assert all(turn and turn == turn.strip() and "\ufffd" not in turn for turn in turns)
+    turns = set()
+    for chat in run(number=15):
+        text = tokenizer.decode(chat["prompt_token_ids"])
+        assert text.endswith("<|end|>\n<assistant>")
+        turn = text.split("<user>")[1].split("<|end|>")[0]
+        assert turn and turn == turn.strip() and "\ufffd" not in turn
+        turns.add(turn)
+    assert len(turns) == 15
 
 
-def test_a_model_that_writes_nothing_usable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_time_limit_ends_after_a_batch(
+    run: Factory,
+    tokenizer: Any,
 ) -> None:
-    monkeypatch.setattr(generation, "MOST_REFUSED", 60)
-    with pytest.raises(
-        TrainingError, match="user turns are too long, empty or repeated; give --prom"
-    ):
-        write_chats(options(tmp_path / "a.jsonl", number=500), lambda _: FakeEngine())
-
-
-def test_a_time_limit_ends_after_a_batch(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.chat_template = None  # whole texts
-    file = write_chats(
-        options(tmp_path / "a.jsonl"), lambda _: FakeEngine(), time.monotonic()
-    )
-    assert file.count == 7
-    assert {tuple(chat["prompt_token_ids"]) for chat in chats(file.path)} == {(END,)}
-
-
-def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    write_chats(options(path, number=5), lambda _: FakeEngine())
-    assert ChatFile(path, options(number=9, batch=1).essence()).count == 5
-    with pytest.raises(
-        TrainingError, match=r"was written with temperature=0\.8, but this run has 0\.5"
-    ):
-        ChatFile(path, options(temperature=0.5).essence())
-    path.write_bytes(path.read_bytes().replace(b'"index"', b'"what"', 1))
-    with pytest.raises(
-        TrainingError, match=r"a\.jsonl:\d is damaged; delete this line"
-    ):
-        ChatFile(path, options().essence())
-    other = write(tmp_path / "b.jsonl", {"text": "mine"})
-    with pytest.raises(
-        TrainingError, match="was not written by `ppd data`; give another file"
-    ):
-        ChatFile(Path(other), options().essence())
+    """Without a chat template, of whole texts."""
+    tokenizer.chat_template = None
+    chats = run(until=time.monotonic())
+    assert [chat["prompt_token_ids"] for chat in chats] == [[END]] * 7
 
 
 @pytest.mark.parametrize(
-    ("template", "system", "prefix", "stop_text"),
+    ("template", "options", "message"),
+    [
+        (TEMPLATE, {"number": 500}, "user turns are too long, empty or repeated; give"),
+        (
+            "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
+            {},
+            "--model: the chat template changes what the user writes; give --prompts",
+        ),
+        (None, {}, "--model: the tokenizer has no chat template, .*; give --prompts"),
+        (
+            None,
+            {"max_length": 2},
+            "--prompts: no record has a prompt of at most 1 tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    run: Factory,
+    tokenizer: Any,
+    prompts: tuple[str],
+    monkeypatch: pytest.MonkeyPatch,
+    template: str | None,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    monkeypatch.setattr(generation, "MOST_REFUSED", 60)
+    tokenizer.chat_template = template
+    if not template:
+        tokenizer.bos_token = tokenizer.eos_token = None
+    if "max_length" in options:
+        options = options | {"prompts": prompts}
+    with pytest.raises(TrainingError, match=message):
+        run(**options)
+
+
+def test_files_of_other_options_and_damaged_ones(
+    run: Factory,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "a.jsonl"
+    run(number=5)
+    assert len(run(number=9, batch=1)) == 9
+    message = r"was written with temperature=0\.8, but this run has 0\.5"
+    with pytest.raises(TrainingError, match=message):
+        run(temperature=0.5)
+    path.write_bytes(path.read_bytes().replace(b'"index"', b'"what"', 1))
+    with pytest.raises(TrainingError, match=r"a\.jsonl:1 is damaged; delete this line"):
+        run()
+    write(tmp_path / "b.jsonl", {"text": "mine"})
+    message = "was not written by `ppd data`; give another file"
+    with pytest.raises(TrainingError, match=message):
+        run("b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "prefix", "stop"),
     [
         (TEMPLATE, None, "<system>be<|end|><user>", None),
         (TEMPLATE, "do", "<system>do<|end|>\n<user>", None),
@@ -185,61 +225,42 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
             "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
             None,
             "[INST] ",
-            "[/INST]",
+            ["[/INST]"],
         ),
     ],
 )
 def test_a_user_turn_begins_and_ends_as_in_the_template(
-    tmp_path: Path,
+    run: Factory,
+    tokenizer: Any,
     template: str,
     system: str | None,
     prefix: str,
-    stop_text: str | None,
+    stop: list[str] | None,
 ) -> None:
-    words = templated(template)
-    given = options(tmp_path / "a.jsonl", system=system)
-    file = ChatFile(tmp_path / "a.jsonl", given.essence())
-    turns = UserTurns(given, words, FakeEngine(), file)
-    assert words.decode(turns.prefix) == prefix
-    assert (turns.sampling.stop_ids, turns.sampling.stop_text) == ((END,), stop_text)
-    with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
-        upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-        UserTurns(given, templated(upper), FakeEngine(), file)
+    tokenizer.chat_template = template
+    engine = FakeEngine()
+    run(engine=engine, system=system, number=1)
+    (prompt, *_), _, sampling = engine.batches[0]
+    assert tokenizer.decode(prompt) == prefix
+    assert (sampling.stop_token_ids, sampling.stop) == ([END], stop)
 
 
-def test_texts_begin_with_the_token_that_begins_or_ends_one() -> None:
-    words = templated(None)
-    words.bos_token = None
-    assert beginning(words) == [words.eos_token_id]
-    words.eos_token = None
-    with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
-        beginning(words)
-
-
-def test_prompts_of_every_form_of_record(tmp_path: Path, tokenizer: Any) -> None:
+def test_prompts_of_every_form_of_record(
+    run: Factory, tmp_path: Path, tokenizer: Any
+) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(
-        tmp_path / "a.jsonl",
+        tmp_path / "records.jsonl",
         {"messages": chat},
         {"prompt": "one ", "response": "two"},
         {"prompt_token_ids": [7, 8], "token_ids": [9]},
         {"prompt_token_ids": [3] * 60},
         {"text": "abcdefghijklmnopqrstuvwxyz"},
     )
-    given = options(prompts=(path,), prompt_tokens=4, max_length=60)
+    chats = run(prompts=(path,), prompt_tokens=4, max_length=60)
     asked = tokenizer.apply_chat_template(
         chat[:1], tokenize=False, add_generation_prompt=True
     )
-    texts = [tokenizer(text)["input_ids"] for text in (asked, "one ", "abcd", "qrst")]
-    assert list(read_prompts(given, tokenizer)) == [
-        texts[0],
-        texts[1],
-        [7, 8],
-        texts[2],
-        texts[3],
-    ]
-    long = write(tmp_path / "b.jsonl", {"prompt_token_ids": [3] * 60})
-    with pytest.raises(
-        TrainingError, match="--prompts: no record has a prompt of at most 59 tokens"
-    ):
-        list(read_prompts(options(prompts=(long,), max_length=60), tokenizer))
+    texts = (asked, "one ", tokenizer.decode([7, 8]), "abcd", "qrst")
+    for chat, text in zip(chats, texts, strict=True):
+        assert tokenizer.decode(chat["prompt_token_ids"]) == text

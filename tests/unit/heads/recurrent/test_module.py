@@ -14,34 +14,39 @@ from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 
 
-def head_of(folder: Path) -> RecurrentHead:
-    return RecurrentHead(*load_tensors(folder, RecurrentConfig))
-
-
-@pytest.mark.parametrize("prefix", ["", "speculator."])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("prefix", "shards"), [("", 1), ("speculator.", 3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_are_the_formula(
     tmp_path: Path, layout: str, prefix: str, shards: int
 ) -> None:
-    head = head_of(publish(tmp_path, layout, prefix, shards))
+    folder = publish(tmp_path, layout, prefix, shards)
+    head = RecurrentHead(*load_tensors(folder, RecurrentConfig))
     torch.manual_seed(0)
     hidden = 2 * torch.randn(4, 64)
     tokens = torch.randint(VOCAB, (4, head.factors))
     ours = head.logits(hidden, None, None, tokens).squeeze(2)
     config = LAYOUTS[layout]
+    weights = weights_of(config)
     for row in range(4):
-        plain = list(
-            states(config, weights_of(config), hidden[row], tokens[row].tolist())
+        plain = states(
+            config,
+            weights,
+            hidden[row],
+            tokens[row].tolist(),
         )
+        expected = torch.stack([logits for logits, _ in plain])
         torch.testing.assert_close(
             ours[row],
-            torch.stack([logits for logits, _ in plain]),
+            expected,
             rtol=1e-4,
             atol=1e-4,
         )
     asked = torch.randint(VOCAB, (4, head.factors, 3))
     log_probs = head.log_probs(hidden, asked, None, None, tokens, chunk=3).squeeze(2)
+    expected = ours.log_softmax(-1).gather(2, asked)
     torch.testing.assert_close(
-        log_probs, ours.log_softmax(-1).gather(2, asked), rtol=1e-4, atol=1e-4
+        log_probs,
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
     )

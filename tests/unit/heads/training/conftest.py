@@ -42,7 +42,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tiny_model: Factory, data: Path, tmp_path: Path) -> Factory:
+def train(
+    tiny_model: Factory,
+    data: Path,
+    tmp_path: Path,
+) -> Factory:
     """train(kind, family, **options): a heads folder."""
 
     def run(
@@ -65,34 +69,21 @@ def train(tiny_model: Factory, data: Path, tmp_path: Path) -> Factory:
 def command(
     tiny_model: Factory, data: Path, tmp_path: Path
 ) -> Callable[..., list[str]]:
-    """command(*more, kind="early", out="heads", data=...): words of a `ppd train`."""
+    """command(kind="early", out="heads", **options): words of a `ppd train`."""
 
-    def words(
-        *more: str, kind: str = "early", out: str = "heads", data: Path = data
-    ) -> list[str]:
-        return [
-            "train",
-            kind,
-            "--model",
-            str(tiny_model()),
-            "--data",
-            str(data),
-            "--out",
-            str(tmp_path / out),
-            "--device",
-            "cpu",
-            "--sequence-length",
-            "64",
-            "--batch-size",
-            "4",
-            "--precision",
-            "float32",
-            "--held-out",
-            "0.1",
-            "--evaluation-tokens",
-            "512",
-            *more,
+    def words(kind: str = "early", out: str = "heads", **options: Any) -> list[str]:
+        settings = {
+            **COMMON,
+            "model": tiny_model(),
+            "data": data,
+            "out": tmp_path / out,
+            "evaluation_tokens": 512,
+            **options,
+        }
+        flags = [
+            f"--{name.replace('_', '-')}={value}" for name, value in settings.items()
         ]
+        return ["train", kind, *flags]
 
     return words
 
@@ -107,7 +98,10 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Batch]]:
         batches: list[Batch] = []
         compute = Recipe.forward
 
-        def counted(self: Recipe, batch: Batch) -> Any:
+        def counted(
+            self: Recipe,
+            batch: Batch,
+        ) -> Any:
             batches.append(batch)
             if len(batches) == count:
                 os.kill(os.getpid(), signal.SIGINT)

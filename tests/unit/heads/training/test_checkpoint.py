@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,18 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.locking import InUse, writing_folder
 from vllm_ppd.heads.training import loop
-from vllm_ppd.heads.training.checkpoint import (
-    FACTS,
-    WORK,
-    latest,
-    read_facts,
-    remove_incomplete,
-)
+from vllm_ppd.heads.training.checkpoint import FACTS, WORK, latest, read_facts
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
 
-def assert_same_heads(ours: Path, theirs: Path) -> None:
+def assert_same_heads(
+    ours: Path,
+    theirs: Path,
+) -> None:
     expected = load_file(theirs / "model.safetensors")
     tensors = load_file(ours / "model.safetensors")
     assert tensors.keys() == expected.keys()
@@ -41,101 +39,85 @@ def assert_same_heads(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
 
 
-def wait_for(done: Any) -> None:
-    deadline = time.monotonic() + 300
-    while not done() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert done()
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "options", "count", "step"),
+    [
+        *[(kind, {}, 6, 5) for kind in KINDS],
+        # Stopped in the second of four parts of a step.
+        ("early", {"accumulation": 4}, 10, 2),
+    ],
+)
 def test_a_stopped_run_continues_to_the_same_heads(
-    train: Factory, tmp_path: Path, stop_at: Factory, kind: str
+    train: Factory,
+    stop_at: Factory,
+    capsys: Any,
+    kind: str,
+    options: dict[str, Any],
+    count: int,
+    step: int,
 ) -> None:
-    whole = train(kind, out="whole")
-    batches = stop_at(6)
-    with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
-        train(kind, out="parts")
-    assert not (tmp_path / "parts" / "config.json").exists()
-    parts = train(kind, out="parts")
-    assert len(batches) == 13, "only the step that was stopped is done again"
+    """It ends at once, and only the step that was stopped is done again."""
+    train = partial(train, kind, evaluate_every=4, save_every=3, **options)
+    whole = train(out="whole")
+    batches = stop_at(count)
+    with pytest.raises(loop.Stopped, match=f"stopped at step {step} of 12"):
+        train(out="parts")
+    assert len(batches) == count
+    assert not (whole.parent / "parts" / "config.json").exists()
+    parts = train(out="parts")
+    assert f"continues at step {step} of 12" in capsys.readouterr().err
+    assert len(batches) == count + (12 - step) * options.get("accumulation", 1)
     assert_same_heads(parts, whole)
-
-
-def test_a_stop_does_not_wait_for_the_step(train: Factory, stop_at: Factory) -> None:
-    whole = train(accumulation=4, out="whole")
-    batches = stop_at(10)  # the second part of the third step
-    with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
-        train(accumulation=4, out="parts")
-    assert len(batches) == 10
-    assert_same_heads(train(accumulation=4, out="parts"), whole)
+    assert (parts / loop.CURVE).read_text() == (whole / loop.CURVE).read_text()
 
 
 def test_a_killed_run_continues_to_the_same_heads(
     command: Factory, tmp_path: Path
 ) -> None:
     """Killed three times, wherever it is."""
-    more = ("--steps", "30", "--save-every", "2", "--evaluate-every", "4")
-    more += ("--stored-dtype", "float32")
-    assert main(command(*more, out="whole")) == 0
-    words = [*PPD, *command(*more, out="parts")]
+    options: dict[str, Any] = {"steps": 30, "save_every": 2, "evaluate_every": 4}
+    assert main(command(**options, out="whole")) == 0
+    words = [*PPD, *command(**options, out="parts")]
     work = tmp_path / "parts" / WORK
     for reached in (2, 8, 14):
-        run = subprocess.Popen(
-            words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        wait_for(
-            lambda step=reached: (facts := read_facts(work)) and facts.step >= step
-        )
+        run = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 300
+        while (facts := read_facts(work)) is None or facts.step < reached:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         run.kill()
         run.wait()
     assert subprocess.run(words, capture_output=True).returncode == 0
     assert_same_heads(tmp_path / "parts", tmp_path / "whole")
-    curves = [
-        (tmp_path / out / loop.CURVE).read_text().splitlines()
+    parts, whole = (
+        [json.loads(line)["step"] for line in (tmp_path / out / loop.CURVE).open()]
         for out in ("parts", "whole")
-    ]
-    steps = [{json.loads(line)["step"] for line in lines} for lines in curves]
-    assert steps[0] == steps[1]
+    )
+    assert parts == whole
 
 
-def test_a_half_written_checkpoint_is_passed_over(
-    train: Factory, tmp_path: Path, stop_at: Factory
+def test_damaged_checkpoints(
+    train: Factory,
+    tmp_path: Path,
+    stop_at: Factory,
 ) -> None:
+    """One that a kill left half written is passed over; others are refused in one line."""
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train(save_every=2)
     work = tmp_path / "heads" / WORK
-    assert [folder.name for folder in sorted((work / "checkpoints").iterdir())] == [
-        "checkpoint_4",
-        "checkpoint_5",
-    ]
-    (work / "checkpoints" / "checkpoint_5" / FACTS).unlink()
-    assert latest(work) == work / "checkpoints" / "checkpoint_4"
-    remove_incomplete(work)
-    assert not (work / "checkpoints" / "checkpoint_5").exists()
-    facts = read_facts(work)
-    assert facts is not None and facts.step == 4
-    train(save_every=2)
-
-
-def test_a_damaged_checkpoint_is_one_line(
-    train: Factory, tmp_path: Path, stop_at: Factory
-) -> None:
-    stop_at(6)
-    with pytest.raises(loop.Stopped):
-        train()
-    folder = latest(tmp_path / "heads" / WORK)
-    assert folder is not None
+    newest = work / "checkpoints" / "checkpoint_5"
+    assert latest(work) == newest
+    message = r"delete the folder \.training to start again"
     for name in ("model.safetensors", "optimizer.bin", FACTS):
-        good = (folder / name).read_bytes()
-        (folder / name).write_bytes(good[: len(good) // 2])
-        with pytest.raises(
-            TrainingError, match=r"delete the folder \.training to start again"
-        ):
-            train()
-        (folder / name).write_bytes(good)
-    train()
+        good = (newest / name).read_bytes()
+        (newest / name).write_bytes(good[: len(good) // 2])
+        with pytest.raises(TrainingError, match=message):
+            train(save_every=2)
+        (newest / name).write_bytes(good)
+    (newest / FACTS).unlink()
+    assert latest(work) == work / "checkpoints" / "checkpoint_4"
+    train(save_every=2)
 
 
 def test_other_options_and_finished_heads_are_refused(
@@ -147,21 +129,11 @@ def test_other_options_and_finished_heads_are_refused(
     message = "holds an unfinished run with batch_size=4, but this run has 2: give the same options"
     with pytest.raises(TrainingError, match=message):
         train(batch_size=2)
+    with writing_folder(tmp_path / "heads"), pytest.raises(InUse):
+        train()
     train(learning_rate=1e-4, save_every=1)
     with pytest.raises(TrainingError, match="already holds heads"):
         train("cp")
-
-
-def test_a_second_training_is_refused(
-    command: Factory, tmp_path: Path, capsys: Any
-) -> None:
-    with writing_folder(tmp_path / "heads"):
-        assert main(command("--steps", "1")) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert (
-        last.startswith("ppd: error: --out ")
-        and "is being written by another process" in last
-    )
 
 
 def test_a_loss_that_is_not_finite_ends_training(
@@ -183,7 +155,7 @@ def test_a_loss_that_is_not_finite_ends_training(
 def test_a_full_disk_loses_nothing(
     command: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    words = command("--steps", "6", "--save-every", "2")
+    words = command(steps=6, save_every=2)
     real = accelerate.checkpointing.save
 
     def full(obj: Any, path: Any, **kwargs: Any) -> None:
@@ -200,20 +172,17 @@ def test_a_full_disk_loses_nothing(
     assert main(words) == 0
 
 
-def test_two_processes_train_what_one_does(command: Factory, tmp_path: Path) -> None:
+def test_two_processes_train_what_one_does(
+    command: Factory,
+    tmp_path: Path,
+) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
-    more = ("--steps", "6", "--stored-dtype", "float32")
-    assert main(command(*more, out="alone")) == 0
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        *PPD[1:],
-    ]
+    assert main(command(steps=6, out="alone")) == 0
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     run = subprocess.run(
-        [*launch, *command(*more, out="several")], capture_output=True, text=True
+        [*launch, *PPD[1:], *command(steps=6, out="several")],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("wrote") == 1

@@ -5,6 +5,7 @@ models of several families.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,26 @@ Train = Callable[..., Path]
 Command = Callable[..., list[str]]
 
 
-def losses(folder: Path, key: str) -> tuple[float, float]:
-    """A figure on held-out text before the first step and after the last, whichever of
-    these weights are better.
+def curve(
+    folder: Path,
+    key: str,
+) -> list[Any]:
+    """The values of a key in the lines that have it."""
+    lines = map(json.loads, (folder / "curve.jsonl").open())
+    return [line[key] for line in lines if key in line]
+
+
+def assert_learnt(
+    folder: Path,
+    key: str,
+) -> None:
+    """A figure on held-out text is lower after the last step than before the first,
+    whichever of these weights are better.
     """
-    points = [
-        json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()
-    ]
-    evaluated = [point["held_out"] for point in points if "held_out" in point]
-    figures = []
-    for value in (evaluated[0], evaluated[-1]):
-        for part in key.split("/"):
-            value = value[part]
-        figures.append(value)
-    return figures[0], figures[1]
+    figures = curve(folder, "held_out")
+    for part in key.split("/"):
+        figures = [figure[part] for figure in figures]
+    assert figures[-1] < figures[0]
 
 
 FIGURES = {
@@ -60,8 +67,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     weights = {p.name: p.read_bytes() for p in tiny_model(family).iterdir()}
     folder = train(kind, family)
     assert {p.name: p.read_bytes() for p in tiny_model(family).iterdir()} == weights
-    before, after = losses(folder, FIGURES[kind])
-    assert after < before
+    assert_learnt(folder, FIGURES[kind])
     assert kind_of(folder) == kind
     assert check_folder(folder).kind == kind
     files = [
@@ -72,49 +78,30 @@ def test_heads_learn_and_the_target_stays_what_it_was(
         "provenance.json",
     ]
     assert sorted(p.name for p in folder.iterdir()) == files
-    assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
+    assert [f["name"] for f in provenance_of(folder).data_files] == ["data.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            "cp",
-            "no window has a response of 3 tokens in a row, .* or a smaller "
-            "--positions",
-        ),
-        (
-            "recurrent",
-            "no window has a response of 3 .* or a smaller --num-speculative-tokens",
-        ),
-    ],
-)
 def test_answers_that_are_too_short(
-    train: Train, tmp_path: Path, kind: str, message: str
+    train: Train,
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
-    records = [
-        {"prompt": f"Is {i} even? ", "completion": "yn"[i % 2]} for i in range(200)
-    ]
+    """To learn from, or to evaluate with. Then the last weights are written, also with
+    --patience.
+    """
+    file = tmp_path / "l.jsonl"
+    message = (
+        "no window has a response of 3 tokens in a row, .* or a smaller --positions"
+    )
+    data = write(file, *[{"prompt": f"{i}? ", "completion": "y"} for i in range(200)])
     with pytest.raises(TrainingError, match=message):
-        train(kind, data=(write(tmp_path / "l.jsonl", *records),))
-
-
-@pytest.mark.parametrize("kind", ["early", "cp"])
-def test_held_out_windows_without_a_response(
-    train: Train, tmp_path: Path, capsys: Any, kind: str
-) -> None:
-    """The last weights are written, also with --patience, and the run says what is missing."""
-    long = (
-        {"prompt": f"{i} " + "x" * 300, "completion": "yes, it is so"}
-        for i in range(100)
-    )
-    data = (write(tmp_path / "l.jsonl", *long),)
-    folder = train(
-        kind, data=data, evaluation_tokens=64, steps=4, evaluate_every=1, patience=1
-    )
-    facts = json.loads((folder / "provenance.json").read_text())
-    assert facts["held_out_before"] == facts["held_out_after"] == {}
-    assert facts["held_out_after_step"] == facts["steps"] == 4
+        train("cp", data=(data,))
+    answer = {"completion": "yes, it is so"}
+    write(file, *[{"prompt": f"{i} " + "x" * 300} | answer for i in range(100)])
+    settings = {"evaluation_tokens": 64, "steps": 4, "evaluate_every": 1, "patience": 1}
+    facts = provenance_of(train("cp", data=(data,), **settings))
+    assert facts.held_out_before == facts.held_out_after == {}
+    assert facts.steps == 4
     assert "is not evaluated: no held-out response has" in capsys.readouterr().err
 
 
@@ -131,10 +118,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
         evaluation_tokens=64,
         learning_rate=1e-6,
     )
-    points = [
-        json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()
-    ]
-    losses = [point["loss"] for point in points if "loss" in point]
+    losses = curve(folder, "loss")
     assert 0 < len(losses) < 40 and min(losses) > 0
 
 
@@ -149,7 +133,6 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
             {"factorised": False, "condition": "none", "distillation": 0.0},
             "joint_nats",
         ),
-        ("cp", {"rank": 1, "condition": "none"}, "distilled_nats"),
         (
             "cp",
             {"condition": "recurrent", "distillation": 0.5, "train_vocab_size": 64},
@@ -165,7 +148,6 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
             {"start": "random", "inner_size": 48, "tie_weights": False},
             "distilled_nats",
         ),
-        ("recurrent", {"distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
         (
             "dynamo",
             {
@@ -181,8 +163,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
 def test_variants_learn(
     train: Train, kind: str, options: dict[str, Any], figure: str
 ) -> None:
-    before, after = losses(train(kind, **options), figure)
-    assert after < before
+    assert_learnt(train(kind, **options), figure)
 
 
 @pytest.mark.parametrize(
@@ -209,30 +190,32 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     name = "model.layers.2.mlp.down_proj.weight"
     moved = float((ours[name] - theirs[name]).norm() / theirs[name].norm())
     assert moved > 1 if "base_start" in options else 0 < moved < 0.5
-    assert losses(folder, figure)[1] < losses(folder, figure)[0]
+    assert_learnt(folder, figure)
 
 
 def test_a_target_that_is_trained_is_judged_by_its_loss(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An untrained one's guesses are easily drafted."""
-    real = loop.evaluate
+    real = loop.Run.evaluate
     seen = []
-    monkeypatch.setattr(
-        loop, "evaluate", lambda *args: seen.append(real(*args)) or seen[-1]
-    )
-    train("dynamo", recipe="full", base_learning_rate=1e-3, steps=2)
+
+    def evaluate(*args: Any) -> Any:
+        seen.append(real(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(loop.Run, "evaluate", evaluate)
+    train("dynamo", recipe="full", base_learning_rate=1e-3, steps=1)
     train("dynamo", out="frozen", steps=1)
-    assert [evaluation.accepted is None for evaluation in seen] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    is_undecided = [evaluation.accepted is None for evaluation in seen]
+    assert is_undecided == [True, True, False, False]
     assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
 
 
-def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> None:
+def test_heads_pull_on_the_stem_is_scaled(
+    train: Train,
+    tiny_model: Factory,
+) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
     folders = [
@@ -248,34 +231,31 @@ def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> 
     assert not torch.allclose(weights[0][name], weights[2][name], atol=1e-7)
 
 
-BAD = [
-    (
-        ("--exit-layers", "6"),
-        "--exit-layers 6 is outside 1..5: this model has 6 layers",
-    ),
-    (
-        ("--sequence-length", "4096"),
-        "--sequence-length 4096 is more than the model's 512 positions",
-    ),
-    (("--batch-size", "3", "--accumulation", "2"), "--batch-size 3 is not divisible"),
-    (("--model", "/nowhere"), "cannot load model '/nowhere'"),
-    (("--data", "/nowhere.jsonl"), "data file '/nowhere.jsonl' does not exist"),
-    (
-        ("--device", "cuda:7"),
-        "no CUDA devices are available; use another, or --device cpu",
-    ),
-]
-
-
 @pytest.mark.parametrize(
-    ("more", "message"), BAD, ids=[" ".join(more) for more, _ in BAD]
+    ("options", "message"),
+    [
+        (
+            {"exit_layers": 6},
+            "--exit-layers 6 is outside 1..5: this model has 6 layers",
+        ),
+        (
+            {"sequence_length": 4096},
+            "--sequence-length 4096 is more than the model's 512 positions",
+        ),
+        ({"batch_size": 3, "accumulation": 2}, "--batch-size 3 is not divisible"),
+        ({"patience": 2}, "--patience 2 needs --evaluate-every"),
+        ({"model": "/nowhere"}, "cannot load model '/nowhere'"),
+        (
+            {"device": "cuda:7"},
+            "CUDA devices are available; use another, or --device cpu",
+        ),
+        ({"betas": "0.9,1"}, "both must be at least 0 and below 1"),
+    ],
 )
 def test_bad_input_is_one_line(
-    command: Command, tmp_path: Path, capsys: Any, more: tuple[str, ...], message: str
+    command: Command, tmp_path: Path, capsys: Any, options: dict[str, Any], message: str
 ) -> None:
-    if "cuda" in more[-1] and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    assert main(command(*more)) == 2
+    assert main(command(**options)) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert not (tmp_path / "heads" / "config.json").exists()
@@ -284,38 +264,24 @@ def test_bad_input_is_one_line(
 def test_heads_that_could_not_be_written_are_refused_at_the_start(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    early = KINDS["early"]
     monkeypatch.setattr(
-        recipe_of("early"), "config", lambda self: KINDS["early"].model_validate({})
+        recipe_of("early"), "config", lambda _: early.model_validate({})
     )
-    monkeypatch.setattr(loop, "evaluate", None)
-    with pytest.raises(
-        TrainingError,
-        match="no heads of this model can be written with these options: ",
-    ):
+    monkeypatch.setattr(loop.Run, "evaluate", None)
+    message = "no heads of this model can be written with these options: "
+    with pytest.raises(TrainingError, match=message):
         train()
-    with pytest.raises(
-        TrainingError,
-        match="--states-cache needs a frozen target, but --recipe full trains it",
-    ):
+    message = "--states-cache needs a frozen target, but --recipe full trains it"
+    with pytest.raises(TrainingError, match=message):
         train("dynamo", recipe="full", states_cache="there")
 
 
 def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
     """PPD, Table 4, unless the user says otherwise."""
-    make: Any = KINDS["early"].options
-    model = {"model": "m", "data": ("d",), "out": "o"}
-    published = make(**model, head="classifier", loss="ce")
-    assert (published.learning_rate, published.batch_size, published.epochs) == (
-        2e-5,
-        128,
-        3.0,
-    )
-    assert (
-        make(**model, head="classifier", loss="ce", learning_rate=1e-3).learning_rate
-        == 1e-3
-    )
-    assert (
-        make(**model, head="classifier").learning_rate
-        == make(**model).learning_rate
-        == 5e-3
-    )
+    make = partial(KINDS["early"].options, model="m", data=("d",), out="o")
+    published = make(head="classifier", loss="ce")
+    assert published.learning_rate == 2e-5
+    assert (published.batch_size, published.epochs) == (128, 3.0)
+    assert make(head="classifier", loss="ce", learning_rate=1e-3).learning_rate == 1e-3
+    assert make(head="classifier").learning_rate == make().learning_rate == 5e-3

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon over a stack of matrices is torch.optim.Muon over each of them, and continues
-from its state.
-"""
-
-from typing import Any
+"""Muon over a stack of matrices is torch.optim.Muon over each of them."""
 
 import torch
 from torch import nn
@@ -11,29 +7,18 @@ from torch import nn
 from vllm_ppd.heads.training.optimizer import Muon
 
 RATE = 1e-2
+SHAPES = ((2, 3, 8, 8), (4, 8), (8,))  # a stack of matrices, a gate, and a vector
 
 
-def made() -> tuple[nn.Parameter, nn.Parameter, nn.Parameter]:
-    """A stack of matrices, a matrix that is left to AdamW, and a vector."""
-    torch.manual_seed(0)
-    return (
-        nn.Parameter(torch.randn(2, 3, 8, 8)),
-        nn.Parameter(torch.randn(4, 8)),
-        nn.Parameter(torch.randn(8)),
-    )
+def seeded(seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def gradients(step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return [
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 3, 8, 8), (4, 8), (8,))
-    ]
-
-
-def ours(parameters: Any) -> Muon:
-    stack, gate, vector = parameters
-    return Muon(
+def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
+    """The gate is left to AdamW."""
+    stack, gate, vector = ours = [nn.Parameter(tensor) for tensor in seeded(99)]
+    optimizer = Muon(
         [
             {"params": [stack, vector], "lr": RATE},
             {"params": [gate], "lr": RATE, "muon": False},
@@ -41,19 +26,9 @@ def ours(parameters: Any) -> Muon:
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
-
-
-def step(optimizer: torch.optim.Optimizer, parameters: Any, number: int) -> None:
-    for parameter, gradient in zip(parameters, gradients(number), strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-
-
-def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
-    parameters = made()
-    optimizer = ours(parameters)
-    stack, *others = made()
-    matrices = [nn.Parameter(matrix.clone()) for matrix in stack.detach().flatten(0, 1)]
+    matrices = [nn.Parameter(m.clone()) for m in stack.detach().flatten(0, 1)]
+    others = [nn.Parameter(tensor.detach().clone()) for tensor in (gate, vector)]
+    theirs = [*matrices, *others]
     muon = torch.optim.Muon(
         matrices,
         lr=RATE,
@@ -63,37 +38,17 @@ def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
     )
     adamw = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     for number in range(3):
-        step(optimizer, parameters, number)
-        gradient, *rest = gradients(number)
-        for matrix, part in zip(matrices, gradient.flatten(0, 1), strict=True):
-            matrix.grad = part
+        of_stack, *rest = seeded(number)
+        for parameter, gradient in zip(ours, [of_stack, *rest], strict=True):
+            parameter.grad = gradient
+        for parameter, gradient in zip(
+            theirs, [*of_stack.flatten(0, 1), *rest], strict=True
+        ):
+            parameter.grad = gradient
+        optimizer.step()
         muon.step()
-        for parameter, part in zip(others, rest, strict=True):
-            parameter.grad = part
         adamw.step()
-    torch.testing.assert_close(
-        parameters[0].detach().flatten(0, 1),
-        torch.stack([m.detach() for m in matrices]),
-    )
-    for actual, expected in zip(parameters[1:], others, strict=True):
-        torch.testing.assert_close(actual, expected)
-    assert all(parameter.grad is not None for parameter in parameters), (
-        "gradients are the caller's to clear"
-    )
-
-
-def test_it_continues_from_its_state() -> None:
-    whole = made()
-    parts = made()
-    optimizer = ours(whole)
-    stopped = ours(parts)
-    for number in range(4):
-        step(optimizer, whole, number)
-    for number in range(2):
-        step(stopped, parts, number)
-    again = ours(parts)
-    again.load_state_dict(stopped.state_dict())
-    for number in range(2, 4):
-        step(again, parts, number)
-    for actual, expected in zip(parts, whole, strict=True):
-        torch.testing.assert_close(actual, expected)
+    expected = [torch.stack(matrices).view(SHAPES[0]), *others]
+    for actual, tensor in zip(ours, expected, strict=True):
+        torch.testing.assert_close(actual.detach(), tensor.detach())
+        assert actual.grad is not None, "gradients are the caller's to clear"

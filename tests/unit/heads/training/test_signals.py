@@ -25,7 +25,9 @@ def signals() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("owner", "name"), [(Documents, "tokens"), (loop, "evaluate")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Documents, "tokens"), (loop.Run, "evaluate")]
+)
 def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
     command: Factory,
     monkeypatch: pytest.MonkeyPatch,
@@ -42,21 +44,6 @@ def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
         return real(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, signalled)
-    assert main(command("--steps", "12")) == 130
+    assert main(command()) == 130
     told = "ppd: stopped at step 0 of 12; the same command continues it"
     assert capsys.readouterr().err.strip().splitlines()[-1] == told
-
-
-def test_a_run_that_continues_says_where(
-    command: Factory, stop_at: Factory, capsys: Any
-) -> None:
-    words = command("--steps", "12")
-    stop_at(6)
-    assert main(words) == 130
-    text = capsys.readouterr().err
-    assert "stopped at step 5 of 12" in text and "continues at" not in text
-    assert main(words) == 0
-    assert (
-        "heads continues at step 5 of 12, after 1,280 tokens\n"
-        in capsys.readouterr().err
-    )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the target on disk: what is read is what the target computes, once, and bounded."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.training import loop, tokens
+from vllm_ppd.heads.training import tokens
 from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -21,54 +21,77 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 ROUNDED = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
 ALL = Reads(exits=(2, 4), stem=True, top_k=5)
 ROOM = 10**9
-SMALL: dict[str, dict[str, Any]] = {
-    "early": {"exit_layers": (2, 4)},
-    "cp": {},
-    "dynamo": {},
-    "recurrent": {},
-}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> TokenStore:
-    data = write_texts(tmp_path / "data.jsonl", patterned_texts(40, 3))
-    return TokenStore(
-        tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32
-    )
+def data(tmp_path: Path) -> Path:
+    return write_texts(tmp_path / "data.jsonl", patterned_texts(40, 3))
 
 
-def load(tiny_model: Callable[..., Path], family: str = "llama") -> Target:
-    return Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
+def make_store(
+    folder: Path,
+    data: Path,
+) -> TokenStore:
+    return TokenStore(folder, [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Windows of every pass of a target from now on."""
-    passes: list[int] = []
+@pytest.fixture
+def store(
+    tmp_path: Path,
+    data: Path,
+) -> TokenStore:
+    return make_store(tmp_path / "work", data)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Windows of every pass of a target."""
+    counts: list[int] = []
     run = Target.run
 
     def noted(self: Target, batch: Batch, *args: Any, **kwargs: Any) -> Any:
-        passes.append(len(batch.input_ids))
+        counts.append(len(batch.input_ids))
         return run(self, batch, *args, **kwargs)
 
     monkeypatch.setattr(Target, "run", noted)
-    return passes
+    return counts
+
+
+@pytest.fixture
+def cache(
+    tiny_model: Factory,
+    tmp_path: Path,
+    store: TokenStore,
+) -> Factory:
+    """cache(reads, room, family): states of a target on disk."""
+
+    def make(
+        reads: Reads = ALL,
+        room: int = ROOM,
+        family: str = "llama",
+    ) -> Any:
+        model = str(tiny_model(family))
+        target = Target(model, torch.device("cpu"), torch.float32)
+        return StatesCache(tmp_path / "cache", target, store, reads, room)
+
+    return make
 
 
 @pytest.mark.parametrize(
     "family", full_but(("llama", "gemma3", "gpt_oss"), tiny.FAMILIES)
 )
 def test_cached_states_are_the_targets(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str
+    cache: Factory, store: TokenStore, family: str
 ) -> None:
-    target = load(tiny_model, family)
     # In which rounding sends no token to another expert
     batch = store.batch("train", [3, 1, 5])
-    cache = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
+    made = cache(family=family)
+    target = made.target
     direct = target.run(batch, ALL.exits, stem=True)
     assert direct.stem is not None
     layer = target.layers[-1]
     for _ in range(2):  # computed, then read
-        cached = cache.states(batch)
+        cached = made.states(batch)
         torch.testing.assert_close(cached.final, direct.final, **ROUNDED)
         for exit_layer in ALL.exits:
             torch.testing.assert_close(
@@ -91,120 +114,82 @@ def test_cached_states_are_the_targets(
 
 
 def test_each_window_is_computed_once(
-    tiny_model: Factory,
-    tmp_path: Path,
-    store: TokenStore,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Factory, store: TokenStore, passes: list[int]
 ) -> None:
-    target = load(tiny_model)
-    passes = counted(monkeypatch)
-    cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2, 5)), ROOM)
+    made = cache(Reads(exits=(2, 5)))
     for windows in ([0, 1, 2], [2, 3], [1, 3]):
-        cache.states(store.batch("train", windows))
+        made.states(store.batch("train", windows))
     assert passes == [3, 1]
     # Other kinds of heads read the same files: layer 5 is the stem of the model's last
     # layer.
-    again = StatesCache(
-        tmp_path / "cache", load(tiny_model), store, Reads(stem=True), ROOM
-    )
-    again.states(store.batch("train", [0, 3]))
-    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM).states(
-        store.batch("train", [0, 3])
-    )
+    for reads in (Reads(stem=True), Reads()):
+        cache(reads).states(store.batch("train", [0, 3]))
     assert passes == [3, 1]
-    again.states(store.batch("held_out", [0]))
+    made.states(store.batch("held_out", [0]))
     assert passes == [3, 1, 1]
 
 
-def test_another_target_has_files_of_its_own(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore
+def test_other_targets_and_tokens_have_files_of_their_own(
+    cache: Factory, tmp_path: Path
 ) -> None:
-    target = load(tiny_model)
-    first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
+    first = cache()
+    target = first.target
+    text = write_texts(tmp_path / "other.jsonl", patterned_texts(41, 3))
+    store = make_store(tmp_path / "other", text)
+    other = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
+    assert other.folder != first.folder
     with torch.no_grad():  # same tokenizer and LM head, as a fine-tuned copy may have
         target.layers[2].mlp.down_proj.weight.mul_(1.01)
-    assert (
-        StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder
-        != first.folder
-    )
-
-
-def test_other_tokens_have_files_of_their_own(
-    tiny_model: Factory, tmp_path: Path, store: TokenStore
-) -> None:
-    target = load(tiny_model)
-    first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
-    data = write_texts(tmp_path / "other.jsonl", patterned_texts(41, 3))
-    words = tiny.make_tokenizer()
-    other = TokenStore(tmp_path / "other", [data], words, tiny.VOCAB, 0.2, 32)
-    assert (
-        StatesCache(tmp_path / "cache", target, other, Reads(), ROOM).folder
-        != first.folder
-    )
+    tuned = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
+    assert tuned.folder != other.folder
 
 
 def test_bounds(
-    tiny_model: Factory,
-    tmp_path: Path,
-    store: TokenStore,
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = load(tiny_model)
-    folder = tmp_path / "cache"
     with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
-        StatesCache(folder, target, store, Reads(), 10_000)
-    assert not folder.exists()
-    cache = StatesCache(folder, target, store, Reads(), ROOM)
+        cache(Reads(), 10_000)
+    assert not (tmp_path / "cache").exists()
+    made = cache(Reads())
     for split in ("train", "held_out"):
-        cache.states(store.batch(split, range(store.num_windows(split))))
-    used = sum(path.stat().st_size for path in cache.folder.iterdir())
-    # Its own files do not count twice
-    StatesCache(folder, target, store, Reads(), used)
+        made.states(store.batch(split, range(store.num_windows(split))))
+    used = sum(path.stat().st_size for path in made.folder.iterdir())
+    cache(Reads(), used)  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
-        StatesCache(folder, target, store, Reads(exits=(2, 3)), used)
+        cache(Reads(exits=(2, 3)), used)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
-    with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free"):
-        StatesCache(tmp_path / "other", target, store, Reads(), ROOM)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free"):
+            cache(Reads(exits=(2,), top_k=3), family="qwen3")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_over_a_cache(
-    tiny_model: Factory, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    train: Factory,
+    tmp_path: Path,
+    data: Path,
+    store: TokenStore,
+    kind: str,
+    passes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two epochs run the target over each window once, a second training not at all,
     and heads are the same.
     """
-    data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
-    passes = counted(monkeypatch)
+    settings = {"epochs": 2, "steps": None, "sequence_length": 32, "batch_size": 8}
+    train = partial(train, kind, data=(str(data),), held_out=0.2, **settings)
 
-    def train(out: str, **options: Any) -> dict[str, torch.Tensor]:
-        given = {
-            "model": str(tiny_model()),
-            "data": (str(data),),
-            "epochs": 2,
-            "sequence_length": 32,
-            "batch_size": 8,
-            "precision": "float32",
-            "stored_dtype": "float32",
-            "device": "cpu",
-            "held_out": 0.2,
-            **SMALL[kind],
-        }
-        loop.train(KINDS[kind].options(**given, out=str(tmp_path / out), **options))
-        return load_file(tmp_path / out / "model.safetensors")
+    def weights(out: str, **options: Any) -> dict[str, torch.Tensor]:
+        return load_file(train(out=out, **options) / "model.safetensors")
 
     cached = {"states_cache": str(tmp_path / "cache")}
-    first = train("first", **cached)
+    first = weights("first", **cached)
     once = sum(passes)
-    work = TokenStore(
-        tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32
-    )
-    assert once == work.num_windows("train") + work.num_windows("held_out")
-    second = train("second", **cached)
+    assert once == store.num_windows("train") + store.num_windows("held_out")
+    second = weights("second", **cached)
     assert sum(passes) == once
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
     monkeypatch.setattr(tokens, "SHIFT", 0)  # the same windows in the second epoch
-    plain = train("plain")
-    for name, tensor in plain.items():
+    for name, tensor in weights("plain").items():
         moved = (first[name].float() - tensor.float()).norm()
         assert moved <= 0.03 * tensor.float().norm(), name  # rounded states

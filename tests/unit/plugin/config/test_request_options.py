@@ -5,89 +5,48 @@ from typing import Any
 
 import pytest
 
-from vllm_ppd.vllm_plugins.config.request_options import (
-    back_off_threshold,
-    check_names,
-    drafting_allowed,
-)
+from vllm_ppd.vllm_plugins.config.request_options import check_names, request_options
+
+
+def test_values() -> None:
+    assert request_options(None).ppd_draft
+    assert request_options({"other": 0}).ppd_draft
+    for value, expected in ((0, False), (1, True), ("false", False), ("True", True)):
+        assert request_options({"ppd_draft": value}).ppd_draft is expected
+    for threshold in (0, 1, 0.25):
+        assert request_options({"ppd_eps_b": threshold}).ppd_eps_b == threshold
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("key", "value"),
     [
-        (0, False),
-        (1, True),
-        (False, False),
-        (True, True),
-        ("false", False),
-        ("True", True),
+        *(("ppd_draft", value) for value in ("maybe", 2, 0.5, [0], "x" * 10**6)),
+        *(("ppd_eps_b", value) for value in (True, "0.5", -0.1, float("nan"), 10**400)),
     ],
 )
-def test_switch_values(value: Any, expected: bool) -> None:
-    assert drafting_allowed({"ppd_draft": value}) is expected
+def test_bad_values_are_refused_in_a_short_line(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^vllm_xargs\['{key}'\]=") as caught:
+        request_options({key: value})
+    assert len(str(caught.value)) < 200
 
 
-def test_switch_absent_and_bad() -> None:
-    assert drafting_allowed(None)
-    assert drafting_allowed({"other": 0})
-    for bad in ("maybe", "", "0", 2, 0.5, 1.0, [0], [], None, {}, "x" * 10**6):
-        with pytest.raises(
-            ValueError, match=r"vllm_xargs\['ppd_draft'\].* is not a boolean; use true"
-        ) as caught:
-            drafting_allowed({"ppd_draft": bad})
-        assert len(str(caught.value)) < 200
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("PPD_DRAFT", "ppd_draft"),
+        ("ppddraft", "ppd_draft"),
+        (" ppd_draft", "ppd_draft"),
+        ("pdd_draft", "ppd_draft"),
+        ("ppd_eps", "ppd_eps_b"),
+        ("ppd_" + "eps_b" * 10**5, "ppd_eps_b"),
+        ("ppd_zzz", "ppd_"),
+    ],
+)
+def test_misspelt_keys(key: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"no key .*; did you mean '{near}") as caught:
+        check_names({key: False})
+    assert len(str(caught.value)) < 200
 
 
-def test_back_off_of_a_request() -> None:
-    for value in (0, 1, 0.25, 1.0):
-        assert back_off_threshold({"ppd_eps_b": value}) == value
-    for bad in (
-        True,
-        False,
-        "0.5",
-        [0.5],
-        None,
-        -0.1,
-        1.5,
-        float("nan"),
-        float("inf"),
-        10**400,
-        "x" * 10**6,
-    ):
-        with pytest.raises(
-            ValueError, match=r"vllm_xargs\['ppd_eps_b'\].* is not a number from 0 to 1"
-        ) as caught:
-            back_off_threshold({"ppd_eps_b": bad})
-        assert len(str(caught.value)) < 200
-
-
-def test_misspelt_request_options() -> None:
-    check_names(None)
-    check_names(
-        {
-            "ppd_draft": 1,
-            "ppd_eps_b": 1,
-            "session_id": "a",
-            "draft": 1,
-            "kv_transfer_params": {},
-            3: 4,
-        }
-    )
-    for key, near in {
-        "ppd_drafts": "ppd_draft",
-        "PPD_DRAFT": "ppd_draft",
-        "Ppd_Draft": "ppd_draft",
-        "ppd-draft": "ppd_draft",
-        "ppddraft": "ppd_draft",
-        " ppd_draft": "ppd_draft",
-        "pdd_draft": "ppd_draft",
-        "ppd_eps": "ppd_eps_b",
-        "PPD_EPS_B": "ppd_eps_b",
-        "ppd_" + "eps_b" * 10**5: "ppd_eps_b",
-        "ppd_zzz": "ppd_",
-    }.items():
-        with pytest.raises(
-            ValueError, match=f"vllm_xargs has no key .*; did you mean '{near}"
-        ) as caught:
-            check_names({key: False})
-        assert len(str(caught.value)) < 200
+def test_other_keys_are_not_ours() -> None:
+    check_names({"ppd_draft": 1, "ppd_eps_b": 1, "draft": 1, "session_id": "a", 3: 4})

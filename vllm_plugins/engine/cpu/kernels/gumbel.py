@@ -8,13 +8,20 @@ the noise of such tokens is computed. After top-k or top-p these are a handful.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 
-from vllm_ppd.kernels.sampling import BYTES, FINAL, MULTIPLIERS, STEP, WORD
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import as_float32
+from vllm_ppd.kernels.sampling import (
+    BYTES,
+    FINAL,
+    MULTIPLIERS,
+    STEP,
+    WORD,
+    mixed,
+    rotated,
+)
 
 DRAFT_SALT = 1 << 30  # added to the positions of draws that draft
 SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
@@ -25,48 +32,33 @@ RANGE_53 = 41.0
 MANY = 2048
 FIRST_STEP = 64  # one of so many tokens gives a first sum to beat
 SLACK = 1e-3  # for the rounding of sums
-SERIES_BELOW = np.float32(0.25)
-ALMOST_ZERO = np.float32(2.0**-24)
+SERIES_BELOW = 0.25
+ALMOST_ZERO = 2.0**-24
 
 
 def apply_temperature(
-    logits: torch.Tensor,  # [logits, V] float32, changed in place
-    logits_stride: int,
-    rows: torch.Tensor,  # [logits]
-    temperatures: torch.Tensor,  # [request rows]
-    vocab_size: int,
-    **launch: Any,
+    logits: ndarray,  # [logits, V] float32, changed in place
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    temperature: ndarray,  # [request rows]
 ) -> None:
     """Divide rows of logits by their temperature, unless it is 0 or 1."""
-    values = temperatures.numpy()[rows.numpy()]
-    logits_np = logits.numpy()
+    values = temperature[expanded_idx_mapping]
     for row in np.flatnonzero((values != 0.0) & (values != 1.0)):
-        logits_np[row] /= values[row]
+        logits[row] /= values[row]
 
 
 def gumbel_sample(
-    # [logits, blocks] int64, of each block of the vocabulary
-    local_argmax: torch.Tensor,
-    local_argmax_stride: int,
-    local_max: torch.Tensor,  # [logits, blocks]
-    local_max_stride: int,
-    cached_logits: torch.Tensor | None,
-    cached_logits_stride_0: int,
-    cached_logits_stride_1: int,
-    cached_logits_column: torch.Tensor | None,
-    cached_logits_source: torch.Tensor | None,
-    cached_logits_source_stride: int,
+    local_argmax: ndarray,  # [logits, blocks] int64, of each block of the vocabulary
+    local_max: ndarray,  # [logits, blocks]
+    logits_cache: torch.Tensor | None,
     logits: torch.Tensor,  # [logits, V]
-    logits_stride: int,
-    rows: torch.Tensor,  # [logits], -1: padding
-    seeds: torch.Tensor,  # [request rows] int64
-    positions: torch.Tensor,  # [logits]
-    temperatures: torch.Tensor,  # [request rows]
-    vocab_size: int,
-    IS_DRAFTING: bool = False,
-    APPLY_TEMPERATURE: bool = True,
-    USE_FP64: bool = False,
-    **launch: Any,
+    expanded_idx_mapping: ndarray,  # [logits] request rows, -1: padding
+    seeds: ndarray,  # [request rows] int64
+    pos: ndarray,  # [logits]
+    temp: ndarray,  # [request rows]
+    IS_DRAFTING: bool,
+    APPLY_TEMPERATURE: bool,
+    USE_FP64: bool,
 ) -> None:
     """Draw a token of each row: by the greatest logit at temperature 0, else by the
     greatest sum.
@@ -76,46 +68,40 @@ def gumbel_sample(
     Raises:
         NotImplementedError: if logits are to be kept, as vLLM's own drafters ask for.
     """
-    if cached_logits is not None:
+    if logits_cache is not None:
         raise NotImplementedError("vLLM's own drafters have no kernels on the CPU")
-    rows_np = rows.numpy()
-    chosen_temperatures = np.where(
-        rows_np >= 0, temperatures.numpy()[rows_np], np.float32(0.0)
-    )
-    logits_np = as_float32(logits)
-    maxima = local_max.numpy()
-    maxima[:, 0] = 0.0
-    maxima[:, 1:] = -np.inf
-    drawn = local_argmax.numpy()[:, 0]
-    drawn[:] = logits_np.argmax(axis=-1)
+    temperatures = np.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
+    all_values = logits.float().numpy()
+    local_max[:, 0] = 0.0
+    local_max[:, 1:] = -np.inf
+    drawn = local_argmax[:, 0]
+    drawn[:] = all_values.argmax(axis=-1)
     noise = noise_64 if USE_FP64 else noise_32
     noise_range = RANGE_53 if USE_FP64 else RANGE_32
-    for row in np.flatnonzero(chosen_temperatures):
-        values = logits_np[row]
+    for row in np.flatnonzero(temperatures):
+        values = all_values[row]
         if APPLY_TEMPERATURE:
-            values = values / chosen_temperatures[row]
-        candidates = np.flatnonzero(
-            values >= values[drawn[row]] - np.float32(noise_range)
-        )
+            values = values / temperatures[row]
+        candidates = np.flatnonzero(values >= values[drawn[row]] - noise_range)
         if len(candidates) < 2:
             continue
-        seed = int(seeds[rows_np[row]])
-        position = int(positions[row])
+        seed = int(seeds[expanded_idx_mapping[row]])
+        position = int(pos[row])
         if IS_DRAFTING:
             position += DRAFT_SALT
         if len(candidates) > MANY and not USE_FP64:
             candidates = contenders(values, candidates, int(drawn[row]), seed, position)
-        sums = values[candidates] + noise(seed, position, candidates, vocab_size)
+        sums = values[candidates] + noise(seed, position, candidates, len(values))
         drawn[row] = candidates[sums.argmax()]
 
 
 def contenders(
-    values: np.ndarray,  # [V] float32
-    candidates: np.ndarray,  # [tokens]
+    values: ndarray,  # [V] float32
+    candidates: ndarray,  # [tokens]
     best: int,
     seed: int,
     position: int,
-) -> np.ndarray:
+) -> ndarray:
     """The candidates whose sums with noise in float32 may be the greatest: [fewer
     tokens].
 
@@ -128,91 +114,65 @@ def contenders(
     if not np.isfinite(reached):
         return candidates
     limits = np.exp(values[candidates] - (reached - np.float32(SLACK)))
-    limits *= np.float32(2.0**32)
     bits = hashes(seed, position, candidates, vocab_size)
-    return candidates[bits.astype(np.float32) <= limits]
+    return candidates[bits.astype(np.float32) <= limits * 2.0**32]
 
 
-def noise_32(
-    seed: int, position: int, token_ids: np.ndarray, vocab_size: int
-) -> np.ndarray:
+def noise_32(seed: int, position: int, token_ids: ndarray, vocab_size: int) -> ndarray:
     """Gumbel noise in float32 from 32 random bits a token, as vLLM's kernel rounds it."""
     bits = hashes(seed, position, token_ids, vocab_size)
-    upper = (bits >> np.uint32(16)).astype(np.float32)
-    lower = (bits & np.uint32(0xFFFF)).astype(np.float32)
-    uniform = upper * np.float32(2.0**-16) + (lower + np.float32(0.5)) * np.float32(
-        2.0**-32
-    )
+    upper = (bits >> 16).astype(np.float32)
+    lower = (bits & 0xFFFF).astype(np.float32)
+    uniform = upper * 2.0**-16 + (lower + 0.5) * 2.0**-32
     return -np.log(-log_of_complement(uniform))
 
 
-def noise_64(
-    seed: int, position: int, token_ids: np.ndarray, vocab_size: int
-) -> np.ndarray:
+def noise_64(seed: int, position: int, token_ids: ndarray, vocab_size: int) -> ndarray:
     """Gumbel noise in float64 from 53 random bits a token."""
     lower = hashes(seed, position, token_ids, vocab_size).astype(np.uint64)
     upper = hashes(seed, position, token_ids, vocab_size, SECOND_WORD).astype(np.uint64)
-    bits = ((upper << np.uint64(32)) | lower) >> np.uint64(11)
+    bits = ((upper << 32) | lower) >> 11
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
     uniform[uniform == 1.0] -= 2.0**-53
     return -np.log(-np.log(uniform))
 
 
-def log_of_complement(uniform: np.ndarray) -> np.ndarray:
+def log_of_complement(uniform: ndarray) -> ndarray:
     """log(1 - u) in float32: a series of eight terms below SERIES_BELOW, as vLLM's kernel."""
     series = np.full_like(uniform, 1 / 8)
     for divisor in range(7, 0, -1):
         series *= uniform
-        series += np.float32(1 / divisor)
-    logarithms = np.log(np.maximum(np.float32(1.0) - uniform, ALMOST_ZERO))
+        series += 1 / divisor
+    logarithms = np.log(np.maximum(1.0 - uniform, ALMOST_ZERO))
     return np.where(uniform < SERIES_BELOW, -uniform * series, logarithms)
 
 
 def hashes(
-    seed: int, position: int, token_ids: np.ndarray, vocab_size: int, start: int = 0
-) -> np.ndarray:
+    seed: int, position: int, token_ids: ndarray, vocab_size: int, start: int = 0
+) -> ndarray:
     """MurmurHash3 of (seed, position, token): [tokens] uint32.
 
     The hash mixes one 32-bit word after the other into its state. The last is the
     token's.
     """
     state = start
-    for word in (seed & WORD, (seed >> 32) & WORD, position & WORD):
-        state = stepped(rotated(state ^ mixed_word(word), 13)) & WORD
+    for word in (seed, seed >> 32, position):
+        state = mixed(state, word & WORD)
     hashed = token_words(vocab_size)[token_ids]
-    hashed ^= np.uint32(state)
-    hashed = rotated_words(hashed, 13)
-    hashed *= np.uint32(STEP[0])
-    hashed += np.uint32(STEP[1])
-    hashed ^= np.uint32(BYTES)
+    hashed ^= state
+    hashed = (hashed << 13) | (hashed >> 19)
+    hashed *= STEP[0]
+    hashed += STEP[1]
+    hashed ^= BYTES
     for shift, multiplier in zip((16, 13), FINAL, strict=True):
-        hashed ^= hashed >> np.uint32(shift)
-        hashed *= np.uint32(multiplier)
-    hashed ^= hashed >> np.uint32(16)
+        hashed ^= hashed >> shift
+        hashed *= multiplier
+    hashed ^= hashed >> 16
     return hashed
 
 
 @lru_cache(maxsize=4)
-def token_words(vocab_size: int) -> np.ndarray:
+def token_words(vocab_size: int) -> ndarray:
     """What each token ID, as a word, adds to the hash: [V] uint32."""
-    words = np.arange(vocab_size, dtype=np.uint32)
-    words *= np.uint32(MULTIPLIERS[0])
-    words = rotated_words(words, 15)
-    words *= np.uint32(MULTIPLIERS[1])
-    return words
-
-
-def mixed_word(word: int) -> int:
-    return rotated((word * MULTIPLIERS[0]) & WORD, 15) * MULTIPLIERS[1] & WORD
-
-
-def stepped(state: int) -> int:
-    return state * STEP[0] + STEP[1]
-
-
-def rotated(word: int, bits: int) -> int:
-    return ((word << bits) | (word >> (32 - bits))) & WORD
-
-
-def rotated_words(words: np.ndarray, bits: int) -> np.ndarray:
-    return (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))
+    words = np.arange(vocab_size, dtype=np.uint32) * MULTIPLIERS[0]
+    return rotated(words, 15) * MULTIPLIERS[1]

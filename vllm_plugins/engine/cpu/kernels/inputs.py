@@ -1,89 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of input_batch.py: a step's inputs, and what the requests' tables keep of its tokens."""
+"""Kernels of input_batch.py, mm/rope.py and model_states/prompt_embeds.py: a step's
+inputs, and what the requests' tables keep of its tokens.
+"""
 
 from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import spans
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import (
+    bytes_at,
+    lengths_between,
+    spans,
+)
 
 
 def prepare_prefill_inputs(
-    input_ids: torch.Tensor,  # [tokens]
-    next_prefill_tokens: torch.Tensor,  # [num_lookahead, request rows]
-    next_prefill_tokens_stride: int,
+    input_ids: ndarray,  # [tokens]
+    next_prefill_tokens: ndarray,  # [num_lookahead, request rows]
     num_lookahead: int,
-    rows: torch.Tensor,  # [requests]
-    query_start_loc: torch.Tensor,  # [requests + 1 or more]
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    prefill_lens: torch.Tensor,  # [request rows]
-    num_computed: torch.Tensor,  # [request rows]
-    **launch: Any,
+    idx_mapping: ndarray,  # [requests] request rows
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    all_token_ids: ndarray,  # [request rows, max_model_len]
+    prefill_lens: ndarray,  # [request rows]
+    num_computed_tokens: ndarray,  # [request rows]
 ) -> None:
     """Copy the tokens of requests within their prompt, and those that follow, 0 after its end."""
-    rows_np = rows.numpy()
-    starts = query_start_loc.numpy()
-    tokens = all_token_ids.numpy()
-    upcoming = next_prefill_tokens.numpy()
-    ids = input_ids.numpy()
-    computed = num_computed.numpy()[rows_np]
-    lengths = prefill_lens.numpy()[rows_np]
-    for request in np.flatnonzero(computed < lengths).tolist():
-        row = rows_np[request]
-        start = int(starts[request])
-        end = int(starts[request + 1])
-        begin = int(computed[request])
+    computed = num_computed_tokens[idx_mapping]
+    lengths = prefill_lens[idx_mapping]
+    for request in np.flatnonzero(computed < lengths):
+        row = idx_mapping[request]
+        start, end = query_start_loc[request : request + 2]
+        begin = computed[request]
         next_begin = begin + end - start
-        ids[start:end] = tokens[row, begin:next_begin]
-        following = tokens[
-            row, next_begin : min(next_begin + num_lookahead, int(lengths[request]))
-        ]
-        upcoming[: len(following), row] = following
-        upcoming[len(following) : num_lookahead, row] = 0
+        input_ids[start:end] = all_token_ids[row, begin:next_begin]
+        next_end = min(next_begin + num_lookahead, lengths[request])
+        following = all_token_ids[row, next_begin:next_end]
+        next_prefill_tokens[:, row] = 0
+        next_prefill_tokens[: len(following), row] = following
 
 
 def prepare_pos_seq_lens(
-    positions: torch.Tensor,  # [tokens] int64
-    seq_lens: torch.Tensor,  # [max_num_requests]
-    rows: torch.Tensor,  # [requests]
-    query_start_loc: torch.Tensor,  # [requests + 1 or more]
-    num_computed: torch.Tensor,  # [request rows]
-    max_num_requests: int,
-    **launch: Any,
+    pos: ndarray,  # [tokens] int64
+    seq_lens: ndarray,  # [max_num_reqs]
+    idx_mapping: ndarray,  # [requests] request rows
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    num_computed_tokens: ndarray,  # [request rows]
+    max_num_reqs: int,
 ) -> None:
     """Positions of a step's tokens, and the requests' lengths after it, 0 for padding."""
-    rows_np = rows.numpy()
-    num_requests = len(rows_np)
-    starts = query_start_loc.numpy()[: num_requests + 1]
-    computed = num_computed.numpy()[rows_np]
-    query_lens = np.diff(starts)
-    lengths = seq_lens.numpy()
-    np.add(computed, query_lens, out=lengths[:num_requests])
-    lengths[num_requests:max_num_requests] = 0
-    first = int(starts[0])
-    last = int(starts[-1])
-    if last - first == num_requests and (query_lens == 1).all():
-        positions.numpy()[first:last] = computed
-    else:
-        owners, offsets = spans(query_lens)
-        positions.numpy()[first:last] = computed[owners] + offsets
+    num_requests = len(idx_mapping)
+    computed = num_computed_tokens[idx_mapping]
+    query_lens = lengths_between(query_start_loc, idx_mapping)
+    seq_lens[:num_requests] = computed + query_lens
+    seq_lens[num_requests:max_num_reqs] = 0
+    requests, offsets = spans(query_lens)
+    pos[: len(offsets)] = computed[requests] + offsets
 
 
 def combine_sampled_and_draft_tokens(
-    input_ids: torch.Tensor,  # [tokens]
-    rows: torch.Tensor,  # [requests]
-    last_sampled: torch.Tensor,  # [request rows] or [request rows, 1]
-    query_start_loc: torch.Tensor,  # [requests + 1 or more]
-    seq_lens: torch.Tensor,  # [requests or more]
-    prefill_lens: torch.Tensor,  # [request rows]
-    drafts: torch.Tensor,  # [request rows, K]
-    drafts_stride: int,
-    cu_num_logits: torch.Tensor,  # [requests + 1]
-    logits_indices: torch.Tensor,  # [logits] int64
+    input_ids: ndarray,  # [tokens]
+    idx_mapping: ndarray,  # [requests] request rows
+    last_sampled_tokens: ndarray,  # [request rows] or [request rows, 1]
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    seq_lens: ndarray,  # [requests or more]
+    prefill_len: ndarray,  # [request rows]
+    draft_tokens: ndarray,  # [request rows, K]
+    cu_num_logits: ndarray,  # [requests + 1]
+    logits_indices: ndarray,  # [logits] int64
     NUM_NEW_SAMPLED_TOKENS: int = 1,
-    **launch: Any,
 ) -> None:
     """Put each decoding request's last token and drafts in its input, and find its rows
     of logits.
@@ -91,138 +77,156 @@ def combine_sampled_and_draft_tokens(
     A request's logits are those of its last tokens. Tokens of a prompt stay as they
     are.
     """
-    ids = input_ids.numpy()
-    rows_np = rows.numpy()
-    num_requests = len(rows_np)
-    ends = query_start_loc.numpy()[1 : num_requests + 1]
-    cu_logits = cu_num_logits.numpy()[: num_requests + 1]
-    num_logits = np.diff(cu_logits)
-    lengths = seq_lens.numpy()[:num_requests]
-    prompts = prefill_lens.numpy()[rows_np]
-    first_logits = ends - num_logits
+    num_requests = len(idx_mapping)
+    num_logits = lengths_between(cu_num_logits, idx_mapping)
+    lengths = seq_lens[:num_requests]
+    prompts = prefill_len[idx_mapping]
+    first_tokens = query_start_loc[1 : num_requests + 1] - num_logits
+    requests, offsets = spans(num_logits)
+    tokens = first_tokens[requests] + offsets
+    logits_indices[: len(tokens)] = tokens
     decoding = lengths > prompts
-    places = logits_indices.numpy()[cu_logits[0] : cu_logits[-1]]
-
     if NUM_NEW_SAMPLED_TOKENS:
         generated = decoding & (lengths - num_logits >= prompts)
-        if generated.any():
-            newest = last_sampled.numpy().reshape(len(last_sampled), -1)[
-                rows_np[generated], 0
-            ]
-            ids[first_logits[generated]] = newest
-        if len(places) == num_requests and (num_logits == 1).all():  # no drafts
-            places[:] = first_logits
-            return
-
-    owners, offsets = spans(num_logits)
-    places[:] = first_logits[owners] + offsets
-    is_draft = decoding[owners] & (offsets >= NUM_NEW_SAMPLED_TOKENS)
-    if is_draft.any():
-        draft_rows = rows_np[owners[is_draft]]
-        columns = offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
-        ids[places[is_draft]] = drafts.numpy()[draft_rows, columns]
+        newest = last_sampled_tokens.reshape(-1)[idx_mapping[generated]]
+        input_ids[first_tokens[generated]] = newest
+    is_draft = decoding[requests] & (offsets >= NUM_NEW_SAMPLED_TOKENS)
+    rows = idx_mapping[requests[is_draft]]
+    columns = offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
+    input_ids[tokens[is_draft]] = draft_tokens[rows, columns]
 
 
 def get_num_sampled_and_rejected(
-    num_sampled: torch.Tensor,  # [requests]
-    num_rejected: torch.Tensor,  # [requests]
-    seq_lens: torch.Tensor,  # [requests or more]
-    cu_num_logits: torch.Tensor,  # [requests + 1]
-    rows: torch.Tensor,  # [requests]
-    prefill_lens: torch.Tensor,  # [request rows]
+    num_sampled: ndarray,  # [requests]
+    num_rejected: ndarray,  # [requests]
+    seq_lens: ndarray,  # [requests or more]
+    cu_num_logits: ndarray,  # [requests + 1]
+    idx_mapping: ndarray,  # [requests] request rows
+    prefill_len: ndarray,  # [request rows]
 ) -> None:
     """Count rejected drafts. A request whose prompt goes on has sampled and rejected none."""
-    rows_np = rows.numpy()
-    num_requests = len(rows_np)
-    within_prompt = seq_lens.numpy()[:num_requests] < prefill_lens.numpy()[rows_np]
-    sampled = num_sampled.numpy()[:num_requests]
-    sampled[within_prompt] = 0
-    rejected = np.diff(cu_num_logits.numpy()[: num_requests + 1]) - sampled
-    rejected[within_prompt] = 0
-    num_rejected.numpy()[:num_requests] = rejected
+    num_requests = len(idx_mapping)
+    within_prompt = seq_lens[:num_requests] < prefill_len[idx_mapping]
+    num_sampled[:num_requests][within_prompt] = 0
+    num_logits = lengths_between(cu_num_logits, idx_mapping)
+    rejected = num_logits - num_sampled[:num_requests]
+    num_rejected[:num_requests] = np.where(within_prompt, 0, rejected)
 
 
 def post_update(
-    rows: torch.Tensor,  # [requests], -1: leave out
-    num_computed: torch.Tensor,  # [request rows]
-    last_sampled: torch.Tensor,  # [request rows] or [request rows, 1]
-    output_counts: torch.Tensor | None,  # [request rows, V] int32
-    output_counts_stride: int,
-    sampled: torch.Tensor,  # [requests, K + 1]
-    sampled_stride: int,
-    num_sampled: torch.Tensor,  # [requests]
-    num_rejected: torch.Tensor,  # [requests]
-    query_start_loc: torch.Tensor | None,  # [requests + 1 or more]
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    total_lens: torch.Tensor,  # [request rows]
-    drafts: torch.Tensor
-    | None = None,  # [requests, K]; from vLLM 0.33 on, as what follows
-    drafts_out: torch.Tensor | None = None,  # [request rows, K]
-    num_drafts: int = 0,
-    **launch: Any,
+    idx_mapping: ndarray,  # [requests] request rows, -1: leave out
+    num_computed_tokens: ndarray,  # [request rows]
+    last_sampled_tokens: ndarray,  # [request rows] or [request rows, 1]
+    output_bin_counts: ndarray | None,  # [request rows, V] int32
+    sampled_tokens: ndarray,  # [requests, K + 1]
+    num_sampled: ndarray,  # [requests]
+    num_rejected: ndarray,  # [requests]
+    query_start_loc: ndarray | None,  # [requests + 1 or more]
+    all_token_ids: ndarray,  # [request rows, max_model_len]
+    total_len: ndarray,  # [request rows]
+    # From vLLM 0.33 on:
+    draft_tokens: Any = None,  # [requests, K], or None
+    draft_tokens_out: Any = None,  # [request rows, K]
+    num_draft_tokens: int = 0,
 ) -> None:
     """Append a step's tokens to the requests' texts, and advance their lengths."""
-    places = np.arange(len(rows))
-    rows_np = rows.numpy()
-    if rows_np.min(initial=0) < 0:
-        places = np.flatnonzero(rows_np >= 0)
-        rows_np = rows_np[places]
+    kept = np.flatnonzero(idx_mapping >= 0)
+    rows = idx_mapping[kept]
+    if draft_tokens is not None:
+        drafts = draft_tokens[kept, :num_draft_tokens]
+        draft_tokens_out[rows, :num_draft_tokens] = drafts
 
-    if drafts is not None:
-        assert drafts_out is not None
-        drafts_out.numpy()[rows_np, :num_drafts] = drafts.numpy()[places, :num_drafts]
+    counts = np.maximum(num_sampled[kept], 0)
+    requests, offsets = spans(counts)
+    token_rows = rows[requests]
+    tokens = sampled_tokens[kept[requests], offsets]
+    # Of a request's several tokens the last assignment stays.
+    last_sampled_tokens.reshape(-1)[token_rows] = tokens
+    all_token_ids[token_rows, total_len[token_rows] + offsets] = tokens
+    if output_bin_counts is not None:
+        np.add.at(output_bin_counts, (token_rows, tokens), 1)
+    total_len[rows] += counts
 
-    counts = num_sampled.numpy()[places]
-    tokens = sampled.numpy()
-    if (counts == 1).all():
-        emitting_rows = rows_np
-        new_tokens = tokens[places, 0]
-        newest = new_tokens
-        token_rows = rows_np
-        columns = total_lens.numpy()[rows_np]
-    else:
-        emitting = np.flatnonzero(counts > 0)
-        emitting_rows = rows_np[emitting]
-        emitting_places = places[emitting]
-        owners, offsets = spans(counts[emitting])
-        new_tokens = tokens[emitting_places[owners], offsets]
-        newest = tokens[emitting_places, counts[emitting] - 1]
-        token_rows = emitting_rows[owners]
-        columns = total_lens.numpy()[token_rows] + offsets
-    last_sampled.numpy().reshape(len(last_sampled), -1)[emitting_rows, 0] = newest
-    all_token_ids.numpy()[token_rows, columns] = new_tokens
-    if output_counts is not None:
-        np.add.at(output_counts.numpy(), (token_rows, new_tokens), 1)
-    total_lens.numpy()[rows_np] += np.maximum(counts, 0)
-
-    advanced = -num_rejected.numpy()[places]
+    num_computed_tokens[rows] -= num_rejected[kept]
     if query_start_loc is not None:
-        advanced += np.diff(query_start_loc.numpy()[: len(rows) + 1])[places]
-    num_computed.numpy()[rows_np] += advanced
+        query_lens = lengths_between(query_start_loc, idx_mapping)
+        num_computed_tokens[rows] += query_lens[kept]
 
 
 def post_update_num_computed_tokens(
-    rows: torch.Tensor,  # [requests]
-    num_computed: torch.Tensor,  # [request rows]
-    query_start_loc: torch.Tensor,  # [requests + 1 or more]
+    idx_mapping: ndarray,  # [requests] request rows
+    num_computed_tokens: ndarray,  # [request rows]
+    query_start_loc: ndarray,  # [requests + 1 or more]
 ) -> None:
     """Advance the requests by a step's tokens, as a pipeline stage does that samples none."""
-    rows_np = rows.numpy()
-    num_computed.numpy()[rows_np] += np.diff(
-        query_start_loc.numpy()[: len(rows_np) + 1]
-    )
+    query_lens = lengths_between(query_start_loc, idx_mapping)
+    num_computed_tokens[idx_mapping] += query_lens
 
 
 def expand_idx_mapping(
-    rows: torch.Tensor,  # [requests]
-    expanded_rows: torch.Tensor,  # [logits]
-    local_positions: torch.Tensor,  # [logits] int32
-    cu_num_logits: torch.Tensor,  # [requests + 1]
-    **launch: Any,
+    idx_mapping: ndarray,  # [requests] request rows
+    expanded_idx_mapping: ndarray,  # [logits]
+    expanded_local_pos: ndarray,  # [logits] int32
+    cu_num_logits: ndarray,  # [requests + 1]
 ) -> None:
     """The request row of each row of logits, and its index among that request's."""
-    rows_np = rows.numpy()
-    owners, offsets = spans(np.diff(cu_num_logits.numpy()[: len(rows_np) + 1]))
-    expanded_rows.numpy()[: len(owners)] = rows_np[owners]
-    local_positions.numpy()[: len(owners)] = offsets
+    requests, offsets = spans(lengths_between(cu_num_logits, idx_mapping))
+    expanded_idx_mapping[: len(requests)] = idx_mapping[requests]
+    expanded_local_pos[: len(requests)] = offsets
+
+
+def prepare_rope_positions(
+    positions: ndarray,  # [NUM_DIMS, tokens or more] int64
+    prefill_positions: ndarray,  # [request rows x NUM_DIMS, max_model_len]
+    prefill_delta: ndarray,  # [request rows] from a text's length to the next position
+    idx_mapping: ndarray,  # [requests] request rows
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    prefill_lens: ndarray,  # [request rows]
+    num_computed_tokens: ndarray,  # [request rows]
+    NUM_DIMS: int,
+) -> None:
+    """M-RoPE's positions of a step's tokens: a prompt's are given. After it all
+    dimensions go on alike.
+    """
+    computed = num_computed_tokens[idx_mapping]
+    query_lens = lengths_between(query_start_loc, idx_mapping)
+    requests, offsets = spans(query_lens)
+    next_positions = computed + prefill_delta[idx_mapping]
+    positions[:NUM_DIMS, : len(offsets)] = next_positions[requests] + offsets
+    for request in np.flatnonzero(computed < prefill_lens[idx_mapping]):
+        start = query_start_loc[request]
+        first_row = idx_mapping[request] * NUM_DIMS
+        begin = computed[request]
+        end = begin + query_lens[request]
+        prompt = prefill_positions[first_row : first_row + NUM_DIMS, begin:end]
+        positions[:NUM_DIMS, start : start + prompt.shape[1]] = prompt
+
+
+def apply_prompt_embeds(
+    inputs_embeds: torch.Tensor,  # [tokens, hidden_size], changed in place
+    embeds_ptrs: ndarray,  # [request rows] addresses of [embeds_lens, hidden_size]
+    mask_ptrs: ndarray,  # [request rows] addresses of [embeds_lens] bytes, or 0
+    embeds_lens: ndarray,  # [request rows]; 0: the request has none
+    idx_mapping: ndarray,  # [requests] request rows
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    num_computed_tokens: ndarray,  # [request rows]
+    hidden_size: int,
+) -> None:
+    """Copy the embeddings that a user gave as a prompt, except where a mask says token ID."""
+    row_bytes = hidden_size * inputs_embeds.element_size()
+    for request, row in enumerate(idx_mapping):
+        begin = int(num_computed_tokens[row])
+        length = int(embeds_lens[row])
+        start, end = query_start_loc[request : request + 2]
+        number = min(int(end - start), length - begin)
+        if number <= 0:
+            continue
+        memory = bytes_at(embeds_ptrs[row], length * row_bytes)
+        embeds = torch.frombuffer(memory, dtype=inputs_embeds.dtype)
+        given = embeds.view(length, hidden_size)[begin : begin + number]
+        target = inputs_embeds[start : start + number]
+        if mask_ptrs[row]:
+            mask = torch.frombuffer(bytes_at(mask_ptrs[row], length), dtype=torch.bool)
+            is_token_id = mask[begin : begin + number, None]
+            given = torch.where(is_token_id, target, given)
+        target.copy_(given)

@@ -1,173 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of sample/penalties.py, sample/logit_bias.py and sample/bad_words.py."""
+"""Kernels of sample/penalties.py, sample/logit_bias.py, sample/bad_words.py and
+sample/thinking_budget.py.
+"""
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import torch
+from numpy import ndarray
+from numpy.lib.stride_tricks import sliding_window_view
 
 from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import unpacked
 
+FORCED = 1.0e9  # logit
+
 
 def apply_penalties(
-    logits: torch.Tensor,  # [logits, V] float32, changed in place
-    logits_stride: int,
-    rows: torch.Tensor,  # [logits]
-    token_ids: torch.Tensor,  # [logits] the input token of each row of logits
-    local_positions: torch.Tensor,  # [logits] index among the request's rows of logits
-    repetition_penalties: torch.Tensor,  # [request rows]
-    frequency_penalties: torch.Tensor,  # [request rows]
-    presence_penalties: torch.Tensor,  # [request rows]
-    prompt_mask: torch.Tensor,  # [request rows, V / 32] int32, a bit a token
-    prompt_mask_stride: int,
-    output_counts: torch.Tensor,  # [request rows, V]
-    output_counts_stride: int,
+    logits: ndarray,  # [logits, V] float32, changed in place
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    token_ids: ndarray,  # [logits] the input token of each row of logits
+    expanded_local_pos: ndarray,  # [logits] index among the request's rows of logits
+    repetition_penalty: ndarray,  # [request rows]
+    frequency_penalty: ndarray,  # [request rows]
+    presence_penalty: ndarray,  # [request rows]
+    prompt_bin_mask: ndarray,  # [request rows, V / 32] int32, a bit a token
+    output_bin_counts: ndarray,  # [request rows, V]
     vocab_size: int,
-    **launch: Any,
 ) -> None:
     """Penalize tokens of the prompt and the output, with the drafts before a row's position."""
-    logits_np = logits.numpy()
-    inputs = token_ids.numpy()
-    counts = output_counts.numpy()
     one = np.float32(1.0)
-    for place, (row, local) in enumerate(
-        zip(rows.tolist(), local_positions.tolist(), strict=True)
-    ):
-        repetition = repetition_penalties.numpy()[row]
-        frequency = frequency_penalties.numpy()[row]
-        presence = presence_penalties.numpy()[row]
+    for place, row in enumerate(expanded_idx_mapping):
+        repetition = repetition_penalty[row]
+        frequency = frequency_penalty[row]
+        presence = presence_penalty[row]
         if repetition == 1.0 and frequency == 0.0 and presence == 0.0:
             continue
-        values = logits_np[place]
-        seen = counts[row, :vocab_size]
-        if local:
-            seen = seen.copy()
-            np.add.at(seen, inputs[place - local + 1 : place + 1], 1)
+        values = logits[place]
+        drafts = token_ids[place - expanded_local_pos[place] + 1 : place + 1]
+        seen = output_bin_counts[row, :vocab_size].copy()
+        np.add.at(seen, drafts, 1)
         emitted = np.flatnonzero(seen > 0)
         if repetition != 1.0:
-            repeated = unpacked(prompt_mask[row], vocab_size)
+            repeated = unpacked(prompt_bin_mask[row], vocab_size)
             repeated[emitted] = True
-            penalized = np.flatnonzero(repeated)
-            before = values[penalized]
-            values[penalized] = before * np.where(
-                before > 0, one / repetition, repetition
-            )
+            before = values[repeated]
+            factors = np.where(before > 0, one / repetition, repetition)
+            values[repeated] = before * factors
         values[emitted] -= frequency * seen[emitted].astype(np.float32)
         values[emitted] -= presence
 
 
 def count_tokens(
-    rows: torch.Tensor,  # [new requests]
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    prompt_lens: torch.Tensor,  # [request rows]
-    # [request rows] more than the prompt's after a preemption
-    prefill_lens: torch.Tensor,
-    prompt_mask: torch.Tensor,  # [request rows, V / 32] int32, zero in these rows
-    prompt_mask_stride: int,
-    output_counts: torch.Tensor,  # [request rows, V], zero in these rows
-    output_counts_stride: int,
-    **launch: Any,
+    expanded_idx_mapping: ndarray,  # [new requests] request rows
+    all_token_ids: ndarray,  # [request rows, max_model_len]
+    prompt_len: ndarray,  # [request rows]
+    prefill_len: ndarray,  # [request rows] more than the prompt's after a preemption
+    prompt_bin_mask: ndarray,  # [request rows, V / 32] int32, zero in these rows
+    output_bin_counts: ndarray,  # [request rows, V], zero in these rows
 ) -> None:
     """Note which tokens are in new requests' prompts, and count those of their outputs."""
-    tokens = all_token_ids.numpy()
-    masks = prompt_mask.numpy().view(np.uint32)
-    counts = output_counts.numpy()
-    for row in rows.tolist():
-        prompt_len = int(prompt_lens[row])
-        prompt = tokens[row, :prompt_len]
-        output = tokens[row, prompt_len : int(prefill_lens[row])]
+    masks = prompt_bin_mask.view(np.uint32)
+    for row in expanded_idx_mapping:
+        prompt = all_token_ids[row, : prompt_len[row]]
+        output = all_token_ids[row, prompt_len[row] : prefill_len[row]]
         bits = np.left_shift(np.uint32(1), prompt.astype(np.uint32) % 32)
         np.bitwise_or.at(masks[row], prompt // 32, bits)
-        np.add.at(counts[row], output, 1)
+        np.add.at(output_bin_counts[row], output, 1)
 
 
 def apply_logit_bias(
-    logits: torch.Tensor,  # [logits, V] float32, changed in place
-    logits_stride: int,
-    vocab_size: int,
-    rows: torch.Tensor,  # [logits]
-    num_allowed: torch.Tensor,  # [request rows]
-    allowed_token_ids: torch.Tensor,  # [request rows, most of them]
-    allowed_token_ids_stride: int,
-    num_biases: torch.Tensor,  # [request rows]
-    bias_token_ids: torch.Tensor,  # [request rows, most of them]
-    bias_token_ids_stride: int,
-    biases: torch.Tensor,  # [request rows, most of them] float32
-    biases_stride: int,
-    positions: torch.Tensor,  # [logits]
-    min_lens: torch.Tensor,  # [request rows]
-    num_stop_tokens: torch.Tensor,  # [request rows]
-    restore_when_all_masked: torch.Tensor,  # [request rows]
-    stop_token_ids: torch.Tensor,  # [request rows, most of them]
-    stop_token_ids_stride: int,
-    CHECK_ALL_MASKED_ROWS: bool = False,
-    **launch: Any,
+    logits: ndarray,  # [logits, V] float32, changed in place
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    num_allowed_token_ids: ndarray,  # [request rows]
+    allowed_token_ids: ndarray,  # [request rows, most of them]
+    num_logit_bias: ndarray,  # [request rows]
+    bias_token_ids: ndarray,  # [request rows, most of them]
+    bias: ndarray,  # [request rows, most of them] float32
+    pos: ndarray,  # [logits]
+    min_lens: ndarray,  # [request rows]
+    num_stop_token_ids: ndarray,  # [request rows]
+    restore_when_all_masked: ndarray,  # [request rows]
+    stop_token_ids: ndarray,  # [request rows, most of them]
+    CHECK_ALL_MASKED_ROWS: bool,
 ) -> None:
     """Keep allowed tokens alone, add biases, and drop tokens that would end a text too
     early.
 
     With structured output, tokens that end the text stay if nothing else is left.
     """
-    logits_np = logits.numpy()
-    for place, row in enumerate(rows.tolist()):
-        values = logits_np[place]
-        number = int(num_allowed[row])
+    for place, row in enumerate(expanded_idx_mapping):
+        values = logits[place]
+        number = num_allowed_token_ids[row]
         if number:
-            allowed = allowed_token_ids.numpy()[row, :number]
+            allowed = allowed_token_ids[row, :number]
             kept = values[allowed]
             values[:] = -np.inf
             values[allowed] = kept
-        number = int(num_biases[row])
-        if number:
-            biased = bias_token_ids.numpy()[row, :number]
-            values[biased] += biases.numpy()[row, :number]
-        number = int(num_stop_tokens[row])
-        if number and int(positions[place]) + 1 < int(min_lens[row]):
-            stops = stop_token_ids.numpy()[row, :number]
+        number = num_logit_bias[row]
+        values[bias_token_ids[row, :number]] += bias[row, :number]
+        number = num_stop_token_ids[row]
+        if number and pos[place] + 1 < min_lens[row]:
+            stops = stop_token_ids[row, :number]
             before = values[stops]
             values[stops] = -np.inf
-            restore = CHECK_ALL_MASKED_ROWS and bool(restore_when_all_masked[row])
+            restore = CHECK_ALL_MASKED_ROWS and restore_when_all_masked[row]
             if restore and values.max() == -np.inf:
                 finite = np.isfinite(before)
                 values[stops[finite]] = before[finite]
 
 
 def apply_bad_words(
-    logits: torch.Tensor,  # [logits, V], changed in place
-    logits_stride: int,
-    rows: torch.Tensor,  # [logits]
-    bad_word_token_ids: torch.Tensor,  # [request rows, tokens of all words]
-    bad_word_token_ids_stride: int,
-    bad_word_offsets: torch.Tensor,  # [request rows, words + 1]
-    bad_word_offsets_stride: int,
-    num_bad_words: torch.Tensor,  # [request rows]
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    prompt_lens: torch.Tensor,  # [request rows]
-    total_lens: torch.Tensor,  # [request rows]
-    input_ids: torch.Tensor,  # [logits] the input token of each row of logits
-    local_positions: torch.Tensor,  # [logits] index among the request's rows of logits
+    logits: ndarray,  # [logits, V], changed in place
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    bad_word_token_ids: ndarray,  # [request rows, tokens of all words]
+    bad_word_offsets: ndarray,  # [request rows, words + 1]
+    num_bad_words: ndarray,  # [request rows]
+    all_token_ids: ndarray,  # [request rows, max_model_len]
+    prompt_len: ndarray,  # [request rows]
+    total_len: ndarray,  # [request rows]
+    input_ids: ndarray,  # [logits] the input token of each row of logits
+    expanded_local_pos: ndarray,  # [logits] index among the request's rows of logits
 ) -> None:
     """Drop a bad word's last token where the output, with the drafts before, ends with
     its others.
     """
-    logits_np = logits.numpy()
-    tokens = all_token_ids.numpy()
-    inputs = input_ids.numpy()
-    for place, (row, local) in enumerate(
-        zip(rows.tolist(), local_positions.tolist(), strict=True)
-    ):
-        number = int(num_bad_words[row])
+    for place, row in enumerate(expanded_idx_mapping):
+        number = num_bad_words[row]
         if not number:
             continue
-        output = tokens[row, int(prompt_lens[row]) : int(total_lens[row])]
-        drafts = inputs[place - local + 1 : place + 1]
+        output = all_token_ids[row, prompt_len[row] : total_len[row]]
+        drafts = input_ids[place - expanded_local_pos[place] + 1 : place + 1]
         text = np.concatenate((output, drafts))
-        for start, end in pairwise(bad_word_offsets[row, : number + 1].tolist()):
-            word = bad_word_token_ids.numpy()[row, start:end]
-            beginning = word[:-1]
-            tail = text[len(text) - len(beginning) :]
-            if len(beginning) <= len(text) and (tail == beginning).all():
-                logits_np[place, word[-1]] = -np.inf
+        for start, end in pairwise(bad_word_offsets[row, : number + 1]):
+            *beginning, last = bad_word_token_ids[row, start:end].tolist()
+            if text[max(len(text) - len(beginning), 0) :].tolist() == beginning:
+                logits[place, last] = -np.inf
+
+
+def update_committed_markers() -> None:
+    """Note nothing: apply_thinking_budget searches the whole text for the markers."""
+
+
+def apply_thinking_budget(
+    logits: ndarray,  # [logits, V] float32, changed in place
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    thinking_token_budget: ndarray,  # [request rows], below 0: none
+    all_token_ids: ndarray,  # [request rows, max_model_len]
+    total_len: ndarray,  # [request rows]
+    input_ids: ndarray,  # [logits] the input token of each row of logits
+    expanded_local_pos: ndarray,  # [logits] index among the request's rows of logits
+    reasoning_start_token_ids: ndarray,  # [tokens of the marker]
+    natural_reasoning_end_token_ids: ndarray,  # [tokens of the marker]
+    reasoning_end_token_ids: ndarray,  # [tokens of the marker that is forced]
+) -> None:
+    """Force the end marker's next token where a text, with the drafts before, has used
+    its budget.
+    """
+    forced_end = reasoning_end_token_ids.tolist()
+    for place, row in enumerate(expanded_idx_mapping):
+        budget = thinking_token_budget[row]
+        if budget < 0:
+            continue
+        committed = all_token_ids[row, : total_len[row]]
+        drafts = input_ids[place - expanded_local_pos[place] + 1 : place + 1]
+        text = np.concatenate((committed, drafts))
+        start = latest_place(text, reasoning_start_token_ids)
+        if start <= latest_place(text, natural_reasoning_end_token_ids):
+            continue
+        if len(text) - (start + len(reasoning_start_token_ids)) < budget:
+            continue
+        # The text may end with the marker's first tokens, all but its last at most.
+        tail = text[-len(forced_end) :].tolist()
+        begun = max(
+            n for n in range(len(forced_end)) if tail[len(tail) - n :] == forced_end[:n]
+        )
+        logits[place, forced_end[begun]] = FORCED
+
+
+def latest_place(text: ndarray, marker: ndarray) -> int:
+    """Where a marker begins for the last time in a text; -1: nowhere."""
+    if len(text) < len(marker):
+        return -1
+    windows = sliding_window_view(text, len(marker))
+    places = np.flatnonzero((windows == marker).all(axis=1))
+    return int(places.max(initial=-1))

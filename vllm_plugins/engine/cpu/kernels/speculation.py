@@ -1,131 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of spec_decode/rejection_sampler.py and spec_decode/ngram/speculator.py."""
 
-from typing import Any
-
 import numpy as np
-import torch
+from numpy import ndarray
+
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import spans
 
 
 def flatten_sampled(
-    flat: torch.Tensor,  # [logits]
-    sampled: torch.Tensor,  # [requests, K + 1]
-    sampled_stride: int,
-    num_sampled: torch.Tensor,  # [requests]
-    cu_num_logits: torch.Tensor,  # [requests + 1]
-    **launch: Any,
+    flat_sampled: ndarray,  # [logits]
+    sampled: ndarray,  # [requests, K + 1]
+    num_sampled: ndarray,  # [requests]
+    cu_num_logits: ndarray,  # [requests + 1]
 ) -> None:
     """Put each request's tokens where its rows of logits are."""
-    flat_np = flat.numpy()
-    tokens = sampled.numpy()
-    starts = cu_num_logits.tolist()
-    for request, number in enumerate(num_sampled.tolist()):
-        flat_np[starts[request] : starts[request] + number] = tokens[request, :number]
+    requests, offsets = spans(num_sampled)
+    flat_sampled[cu_num_logits[requests] + offsets] = sampled[requests, offsets]
 
 
 def gather_draft_sampled(
-    draft_sampled: torch.Tensor,  # [logits]
-    output_positions: torch.Tensor,  # [logits]
-    input_ids: torch.Tensor,  # [tokens]
-    positions: torch.Tensor,  # [tokens]
-    logits_indices: torch.Tensor,  # [logits]
-    rows: torch.Tensor,  # [logits]
-    local_positions: torch.Tensor,  # [logits] index among the request's rows of logits
-    prefill_lens: torch.Tensor,  # [request rows]
+    draft_sampled: ndarray,  # [logits]
+    pos: ndarray,  # [logits]
+    input_ids: ndarray,  # [tokens]
+    positions: ndarray,  # [tokens]
+    logits_indices: ndarray,  # [logits]
+    expanded_idx_mapping: ndarray,  # [logits] request rows
+    expanded_local_pos: ndarray,  # [logits] index among the request's rows of logits
+    prefill_len: ndarray,  # [request rows]
     num_logits: int,
-    **launch: Any,
 ) -> None:
     """The input token and the position of each row of logits; -1 for a draft within the prompt."""
-    places = logits_indices.numpy()
-    locals_np = local_positions.numpy()
-    token_positions = positions.numpy()[places]
-    draft_sampled_np = draft_sampled.numpy()
-    draft_sampled_np[:num_logits] = input_ids.numpy()[places]
-    output_positions.numpy()[:num_logits] = token_positions
-    is_draft = locals_np > 0
-    if is_draft.any():
-        in_prompt = token_positions - locals_np < prefill_lens.numpy()[rows.numpy()]
-        draft_sampled_np[:num_logits][is_draft & in_prompt] = -1
+    token_positions = positions[logits_indices]
+    prompts = prefill_len[expanded_idx_mapping]
+    in_prompt = token_positions - expanded_local_pos < prompts
+    unusable = (expanded_local_pos > 0) & in_prompt
+    tokens = input_ids[logits_indices]
+    draft_sampled[:num_logits] = np.where(unusable, -1, tokens)
+    pos[:num_logits] = token_positions
 
 
 def ngram_scan(
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    rows: torch.Tensor,  # [requests]
-    total_lens: torch.Tensor,  # [request rows]
-    num_sampled: torch.Tensor,  # [requests]
-    scores: torch.Tensor,  # [requests or more, blocks] int64
-    scores_stride: int,
-    max_model_len: int,
+    token_ids: ndarray,  # [request rows, max_model_len]
+    idx_mapping: ndarray,  # [requests] request rows
+    total_len: ndarray,  # [request rows]
+    num_sampled: ndarray,  # [requests]
+    scratch: ndarray,  # [requests or more, blocks] int64
+    L: int,  # max_model_len
     MIN_N: int,
     MAX_N: int,
-    *launch: int,
-    **more_launch: Any,
 ) -> None:
     """Find the longest earlier occurrence of the last MIN_N to MAX_N tokens, the latest
     of several.
 
-    Its score is length x (max_model_len + 1) + begin + 1, or 0 if there is none. The
-    greatest score of a request's blocks counts: this one is written as the first
-    block's, 0 as the others'.
+    Its score is length x (L + 1) + begin + 1, or 0 if there is none. The greatest score
+    of a request's blocks counts: this one is written as the first block's, 0 as the
+    others'.
     """
-    tokens = all_token_ids.numpy()
-    scores_np = scores.numpy()
-    for place, (row, number) in enumerate(
-        zip(rows.tolist(), num_sampled.tolist(), strict=False)
-    ):
-        scores_np[place] = 0
-        text = tokens[row, : int(total_lens[row])]
-        if number > 0 and len(text) >= MIN_N:
+    scratch[: len(idx_mapping)] = 0
+    for place, row in enumerate(idx_mapping):
+        text = token_ids[row, : total_len[row]]
+        if num_sampled[place] > 0 and len(text) >= MIN_N:
             length, begin = longest_match(text, MAX_N)
             if length >= MIN_N:
-                scores_np[place, 0] = length * (max_model_len + 1) + begin + 1
+                scratch[place, 0] = length * (L + 1) + begin + 1
 
 
-def longest_match(text: np.ndarray, max_length: int) -> tuple[int, int]:
+def longest_match(text: ndarray, max_length: int) -> tuple[int, int]:
     """(length, begin) of the longest, then latest earlier occurrence of a text's end;
     length 0: none.
     """
     last = len(text) - 1
     ends = np.flatnonzero(text[:last] == text[last])
     length = 0
-    longest = ends
+    end = 0
     while len(ends):
         length += 1
-        longest = ends
+        end = int(ends[-1])
         if length == max_length:
             break
         ends = ends[ends >= length]
         ends = ends[text[ends - length] == text[last - length]]
-    return (length, int(longest[-1]) - length + 1) if length else (0, 0)
+    return length, end - length + 1
 
 
 def ngram_finalize(
-    all_token_ids: torch.Tensor,  # [request rows, max_model_len]
-    all_token_ids_stride: int,
-    rows: torch.Tensor,  # [requests]
-    total_lens: torch.Tensor,  # [request rows]
-    num_sampled: torch.Tensor,  # [requests]
-    last_sampled: torch.Tensor,  # [request rows] or [request rows, 1]
-    scores: torch.Tensor,  # [requests or more, blocks] int64
-    scores_stride: int,
-    drafts: torch.Tensor,  # [requests or more, K] int64
-    max_model_len: int,
-    num_blocks: int,
+    token_ids: ndarray,  # [request rows, max_model_len]
+    idx_mapping: ndarray,  # [requests] request rows
+    total_len: ndarray,  # [request rows]
+    num_sampled: ndarray,  # [requests]
+    last_sampled: ndarray,  # [request rows]
+    scratch: ndarray,  # [requests or more, blocks] int64
+    drafts: ndarray,  # [requests or more, K] int64
+    L: int,  # max_model_len
     K: int,
-    *launch: int,
-    **more_launch: Any,
 ) -> None:
     """Draft the tokens that followed the match, and the last token where there are none."""
-    tokens = all_token_ids.numpy()
-    newest = last_sampled.numpy().reshape(-1)
-    output = drafts.numpy()
-    best = scores.numpy()[: len(rows), :num_blocks].max(axis=1).tolist()
-    requests = zip(rows.tolist(), num_sampled.tolist(), best, strict=False)
-    for place, (row, number, score) in enumerate(requests):
-        output[place, :K] = newest[row]
-        if number > 0 and score > 0:
-            length, begin = divmod(score - 1, max_model_len + 1)
+    for place, row in enumerate(idx_mapping):
+        drafts[place, :K] = last_sampled[row]
+        score = scratch[place].max()
+        if num_sampled[place] > 0 and score > 0:
+            length, begin = divmod(score - 1, L + 1)
             start = begin + length
-            followers = tokens[row, start : min(start + K, int(total_lens[row]))]
-            output[place, : len(followers)] = followers
+            followers = token_ids[row, start : min(start + K, total_len[row])]
+            drafts[place, : len(followers)] = followers

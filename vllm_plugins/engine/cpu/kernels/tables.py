@@ -5,105 +5,84 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import torch
+from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import table_at
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import lengths_between, table_at
 
 INT32_BYTES = 4
 
 
 def apply_write(
     # [rows] or [rows, columns]; with MULTI_GROUP [groups], addresses of tables
-    output: torch.Tensor,
+    output: ndarray,
     output_stride: Any,  # int; with MULTI_GROUP [groups], the tables' columns
-    rows: torch.Tensor,  # [writes]
-    starts: torch.Tensor,  # [writes] first column
-    contents: torch.Tensor,  # [values] of all writes
-    cu_lens: torch.Tensor,  # [writes] where each write's values end
-    groups: torch.Tensor | None,  # [writes] with MULTI_GROUP
-    MULTI_GROUP: bool = False,
-    **launch: Any,
+    write_indices: ndarray,  # [writes] rows
+    write_starts: ndarray,  # [writes] first column
+    write_contents: ndarray,  # [values] of all writes
+    write_cu_lens: ndarray,  # [writes] where each write's values end
+    write_group_ids: Any,  # [writes] with MULTI_GROUP, else None
+    MULTI_GROUP: bool,
 ) -> None:
     """Write runs of values into rows of a table, or of one table a KV cache group."""
-    values = contents.numpy()
     begin = 0
-    writes = zip(rows.tolist(), starts.tolist(), cu_lens.tolist(), strict=True)
-    for write, (row, start, end) in enumerate(writes):
+    for write, end in enumerate(write_cu_lens):
+        row = write_indices[write]
+        start = write_starts[write]
         if MULTI_GROUP:
-            assert groups is not None
-            group = int(groups[write])
-            target = table_at(int(output[group]), int(output_stride[group]))[row]
+            group = write_group_ids[write]
+            target = table_at(output[group], output_stride[group])[row]
         elif output.ndim == 1:
-            target = output.numpy()[row:]
+            target = output[row:]
         else:
-            target = output.numpy()[row]
-        target[start : start + end - begin] = values[begin:end]
+            target = output[row]
+        target[start : start + end - begin] = write_contents[begin:end]
         begin = end
 
 
 def gather_block_tables(
-    rows: torch.Tensor,  # [requests]
-    sources: torch.Tensor,  # [groups] uint64, addresses of tables by request row
-    targets: torch.Tensor,  # [groups] uint64, addresses of tables by place in the batch
-    strides: torch.Tensor,  # [groups] columns of these tables
-    num_blocks: torch.Tensor,  # [groups, request rows]
-    num_blocks_stride: int,
-    num_requests: int,
-    num_computed: torch.Tensor
-    | None = None,  # [request rows]; from vLLM 0.33 on, as what follows
-    window_reach: torch.Tensor
-    | None = None,  # [groups] tokens that a sliding window reads, or 0
-    block_sizes: torch.Tensor | None = None,  # [groups]
+    batch_idx_to_req_idx: ndarray,  # [requests] request rows
+    src_block_table_ptrs: ndarray,  # [groups] addresses of tables by request row
+    dst_block_table_ptrs: ndarray,  # [groups] addresses of tables by place in the batch
+    block_table_strides: ndarray,  # [groups] columns of these tables
+    num_blocks: ndarray,  # [groups, request rows]
+    num_reqs: int,
+    # From vLLM 0.33 on:
+    num_computed_tokens: Any = None,  # [request rows]
+    sliding_window_reach: Any = None,  # [groups] tokens that a window reads, or 0
+    block_sizes: Any = None,  # [groups]
     MASK_SLIDING_WINDOW: bool = False,
-    **launch: Any,
 ) -> None:
     """Copy the block IDs of a batch's requests. Behind a sliding window they become 0,
     the null block.
 
     Rows of padding keep what they held: only whole-model CUDA graphs read them.
     """
-    rows_np = rows.numpy()
-    counts = num_blocks.numpy()[:, rows_np]
-    for group, (source, target, stride) in enumerate(
-        zip(sources.tolist(), targets.tolist(), strides.tolist(), strict=True)
-    ):
-        ends = counts[group]
+    rows = batch_idx_to_req_idx
+    for group, stride in enumerate(block_table_strides):
+        ends = num_blocks[group, rows]
         width = int(ends.max(initial=0))
-        block_ids = table_at(source, stride)[rows_np, :width]
         columns = np.arange(width)
-        if MASK_SLIDING_WINDOW:
-            assert (
-                num_computed is not None
-                and window_reach is not None
-                and block_sizes is not None
-            )
-            reach = int(window_reach[group])
-            if reach > 0:
-                unread = np.maximum(num_computed.numpy()[rows_np] - reach, 0)
-                num_null = unread // int(block_sizes[group])
-                block_ids[columns < num_null[:, None]] = 0
-        held = columns < ends[:, None]
-        np.copyto(
-            table_at(target, stride)[:num_requests, :width], block_ids, where=held
-        )
+        block_ids = table_at(src_block_table_ptrs[group], stride)[rows, :width]
+        if MASK_SLIDING_WINDOW and sliding_window_reach[group] > 0:
+            first_read = num_computed_tokens[rows] - sliding_window_reach[group]
+            num_null = np.maximum(first_read, 0) // block_sizes[group]
+            block_ids[columns < num_null[:, None]] = 0
+        target = table_at(dst_block_table_ptrs[group], stride)[:num_reqs, :width]
+        np.copyto(target, block_ids, where=columns < ends[:, None])
 
 
 def compute_slot_mappings(
     max_num_tokens: int,
-    rows: torch.Tensor,  # [requests]
-    query_start_loc: torch.Tensor,  # [requests + 1 or more]
-    positions: torch.Tensor,  # [tokens]
-    tables: torch.Tensor,  # [groups] uint64, addresses of tables by request row
-    strides: torch.Tensor,  # [groups] columns of these tables
-    block_sizes: torch.Tensor,  # [groups]
-    enabled: torch.Tensor,  # [groups] bool
-    dcp_sharded: torch.Tensor,  # [groups] bool
-    slot_mappings: torch.Tensor,  # [groups, max_num_tokens] int64
-    slot_mappings_stride: int,
-    cp_rank: int,
-    CP_SIZE: int = 1,
-    PAD_ID: int = -1,
-    **launch: Any,
+    idx_mapping: ndarray,  # [requests] request rows
+    query_start_loc: ndarray,  # [requests + 1 or more]
+    pos: ndarray,  # [tokens]
+    block_table_ptrs: ndarray,  # [groups] addresses of tables by request row
+    block_table_strides: ndarray,  # [groups] columns of these tables
+    block_sizes: ndarray,  # [groups]
+    slot_mapping_enabled: ndarray,  # [groups] bool
+    slot_mappings: ndarray,  # [groups, max_num_tokens] int64
+    CP_SIZE: int,
+    PAD_ID: int,
 ) -> None:
     """Where each token's KV goes: its block's ID times the block size, plus its place
     in the block.
@@ -116,55 +95,32 @@ def compute_slot_mappings(
     """
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no kernels on the CPU")
-    rows_np = rows.numpy()
-    slots = slot_mappings.numpy()
-    starts = query_start_loc.numpy()[: len(rows_np) + 1]
-    first = int(starts[0])
-    last = int(starts[-1])
-    token_positions = positions.numpy()[first:last]
-    query_lens = np.diff(starts)
-    decoding = bool((query_lens == 1).all())
-    token_rows = rows_np if decoding else np.repeat(rows_np, query_lens)
+    query_lens = lengths_between(query_start_loc, idx_mapping)
+    token_rows = np.repeat(idx_mapping, query_lens)
+    num_tokens = len(token_rows)
     padding = token_rows < 0
-    any_padding = bool(padding.any())
-    if any_padding:
-        # A table at an address has no last row
-        token_rows = np.where(padding, 0, token_rows)
-    for group, (table, stride, block_size, is_enabled) in enumerate(
-        zip(
-            tables.tolist(),
-            strides.tolist(),
-            block_sizes.tolist(),
-            enabled.tolist(),
-            strict=True,
-        )
-    ):
-        slots[group, last:max_num_tokens] = PAD_ID
-        if not is_enabled:
-            slots[group, first:last] = PAD_ID
-            continue
-        columns, offsets = np.divmod(token_positions, block_size)
-        if any_padding:
-            columns[padding] = 0
-        block_ids = table_at(table, stride)[token_rows, columns].astype(np.int64)
-        token_slots = block_ids * block_size + offsets
-        if any_padding:
-            token_slots[padding] = PAD_ID
-        slots[group, first:last] = token_slots
+    # A table at an address has no last row.
+    token_rows[padding] = 0
+    slot_mappings[:, :max_num_tokens] = PAD_ID
+    for group in np.flatnonzero(slot_mapping_enabled):
+        block_size = block_sizes[group]
+        columns, offsets = np.divmod(pos[:num_tokens], block_size)
+        columns[padding] = 0
+        table = table_at(block_table_ptrs[group], block_table_strides[group])
+        block_ids = table[token_rows, columns].astype(np.int64)
+        slots = block_ids * block_size + offsets
+        slot_mappings[group, :num_tokens] = np.where(padding, PAD_ID, slots)
 
 
 def zero_kv_blocks(
-    addresses: torch.Tensor,  # [segments] uint64
-    block_strides: torch.Tensor,  # [segments] in int32 words
-    page_sizes: torch.Tensor,  # [segments] in int32 words
-    block_ids: torch.Tensor,  # [blocks]
-    **launch: Any,
+    seg_addrs: ndarray,  # [segments] addresses
+    seg_block_strides: ndarray,  # [segments] in int32 words
+    seg_page_sizes: ndarray,  # [segments] in int32 words
+    block_ids: ndarray,  # [blocks]
 ) -> None:
     """Zero blocks of KV caches."""
-    blocks = block_ids.tolist()
-    segments = zip(
-        addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True
-    )
-    for address, stride, size in segments:
-        for block in blocks:
-            ctypes.memset(address + block * stride * INT32_BYTES, 0, size * INT32_BYTES)
+    for segment, address in enumerate(seg_addrs.tolist()):
+        stride = int(seg_block_strides[segment]) * INT32_BYTES
+        size = int(seg_page_sizes[segment]) * INT32_BYTES
+        for block in block_ids.tolist():
+            ctypes.memset(address + block * stride, 0, size)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clocks that differ between ranks: each tells another cost of drafts, all tell that
+drafts pay, and nothing of it is kept.
+"""
+
+import random
+from typing import Any
+
+from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.engine import worker
+
+
+class OtherClock:
+    """An extension of vLLM's workers; importing it changes the clock."""
+
+
+_time_steps = worker.time_steps
+_noise = random.SystemRandom()  # vLLM seeds the ranks alike
+
+
+def _other_clock(*arguments: Any) -> list[float]:
+    _time_steps(*arguments)
+    return [1 + 0.01 * count * _noise.random() for count in arguments[-1]]
+
+
+worker.time_steps = _other_clock
+MeasuredCosts.save = lambda costs, path: None  # type: ignore[method-assign]

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of the target's first stack outside of vLLM's own step on runner V2, into the
+target's paged KV cache.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.attn_utils import (
+    build_attn_metadata,
+    build_slot_mappings_by_layer,
+)
+
+from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+
+logger = init_logger("vllm.vllm_ppd")
+
+
+class FirstStackPasses:
+    """One token per request between steps, and the tokens of some requests within one.
+
+    Args:
+        speculator: our speculator, which stages the requests and has vLLM's KV cache
+            and attention groups of the first stack.
+        cut: of the target.
+    """
+
+    def __init__(self, speculator: Any, cut: ModelCut) -> None:
+        self.speculator = speculator
+        self.cut = cut
+        self.vllm_config: Any = speculator.vllm_config
+        self.device = speculator.device
+        requests = speculator.max_num_reqs
+        self.starts_cpu = torch.arange(requests + 1, dtype=torch.int32)
+        self.starts = self.starts_cpu.to(self.device)
+        self.prefilling = torch.zeros(requests, dtype=torch.bool)
+        # Fixed inputs of a pass over one token per request, [requests], in vLLM's types
+        self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        self.input_ids = self.positions.int()
+        self.seq_lens = self.positions.int()
+        # [requests] bounds of sequence lengths; None while capturing a graph
+        self.bounds: torch.Tensor | None = None
+        self.without_attention = False
+        # Whether metadata are updated in place, so that a CUDA graph may contain the
+        # passes; unknown before vLLM has measured its memory
+        self.capturable = False
+        # Attention metadata of the current drafting passes
+        self.metadata: dict[str, Any] | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        """The length past which no KV is written; vLLM reduces it to what fits."""
+        return int(self.vllm_config.model_config.max_model_len)
+
+    # Between steps --------------------------------------------------------------------
+
+    def begin_drafting(
+        self,
+        bounds: torch.Tensor | None,
+        without_attention: bool = False,
+    ) -> None:
+        """A step's drafts are about to be made."""
+        self.without_attention = without_attention
+        self.metadata = None
+        self.bounds = bounds
+
+    def prepare_capture(self, requests: int) -> None:
+        """Prepare the capture of a graph for a number of requests, whose blocks are
+        vLLM's null block.
+        """
+        self.begin_drafting(None)
+        self.speculator.block_tables.get_dummy_block_tables(requests)
+
+    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """The first stack on a token of each staged request; rows of padding write no KV.
+
+        Args:
+            offset: of the tokens from the newest ones.
+            token_ids: [requests] int64; INVALID ones run as token 0.
+
+        Returns:
+            States, [requests, hidden].
+        """
+        requests = len(token_ids)
+        staged = self.speculator.staging.staged
+        rows = staged.rows[:requests]
+        limit = self.max_model_len
+        wanted = torch.where(rows < 0, 0, staged.positions[:requests] + offset)
+        # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
+        input_ids = self.input_ids[:requests]
+        input_ids.copy_(token_ids.clamp(min=0))
+        positions = self.positions[:requests]
+        positions.copy_(wanted.clamp(max=limit - 1))
+        self.seq_lens[:requests] = positions + 1
+        slots = None
+        if not self.without_attention:
+            mappings = self.speculator.block_tables.compute_slot_mappings(
+                torch.where(wanted < limit, rows, -1),
+                self.starts[: requests + 1],
+                positions,
+                requests,
+            )
+            slots = build_slot_mappings_by_layer(
+                mappings, self.speculator.kv_cache_config
+            )
+            self._bring_up_to_date(offset, requests, mappings)
+        with (
+            unseen_by_connectors(),
+            set_forward_context(
+                self.metadata,
+                self.vllm_config,
+                num_tokens=requests,
+                slot_mapping=slots,
+            ),
+        ):
+            embeddings = self.cut.embeddings(input_ids)
+            state: CutState = self.cut.start(
+                self.cut.stacks[0],
+                input_ids,
+                positions,
+                embeddings,
+            )
+            return state
+
+    def _bring_up_to_date(
+        self,
+        offset: int,
+        requests: int,
+        mappings: torch.Tensor,
+    ) -> None:
+        """Metadata of the next pass, made once per step unless a backend's cannot be
+        updated in place.
+        """
+        if self.metadata is not None and self.capturable:
+            for groups in self.speculator.attn_groups:
+                for group in groups:
+                    group.update_draft_decode_metadata(self.metadata)
+            return
+        bounds = self.bounds
+        if bounds is not None:
+            # Built once for all passes.
+            reach = self.speculator.num_speculative_steps if self.capturable else offset
+            bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
+        tables = self.speculator.block_tables.input_block_tables
+        self.metadata = self._metadata(
+            bounds,
+            num_reqs=requests,
+            num_tokens=requests,
+            query_start_loc_gpu=self.starts[: requests + 1],
+            query_start_loc_cpu=self.starts_cpu[: requests + 1],
+            max_query_len=1,
+            seq_lens=self.seq_lens[:requests],
+            block_tables=[table[:requests] for table in tables],
+            slot_mappings=mappings,
+            positions=self.positions[:requests],
+            is_prefilling=self.prefilling[:requests],
+        )
+
+    def _metadata(self, bounds: torch.Tensor | None, **batch: Any) -> dict[str, Any]:
+        """Metadata of the first stack's layers; inside a CUDA graph they are computed
+        again at every replay.
+
+        So vLLM's metadata for capture are never used: some backends (Triton's) set the
+        sequence lengths to 1 there, and every replay would do so.
+        """
+        longest = self.max_model_len if bounds is None else int(bounds.numpy().max())
+        return build_attn_metadata(
+            attn_groups=self.speculator.attn_groups,
+            kv_cache_config=self.speculator.kv_cache_config,
+            max_seq_len=longest,
+            seq_lens_cpu_upper_bound=bounds,
+            **batch,
+        )
+
+    # Within a step --------------------------------------------------------------------
+
+    def of_requests(
+        self,
+        batch: Any,
+        requests: np.ndarray,
+        index: torch.Tensor,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> CutState:
+        """The first stack over every token of some requests.
+
+        Args:
+            batch: of the step, vLLM's InputBatch.
+            requests: places in the batch.
+            index: [tokens] indices of their tokens in the step.
+            input_ids, positions: [tokens of the step].
+
+        Returns:
+            States, [tokens, hidden].
+        """
+        lengths = batch.num_scheduled_tokens[requests]
+        starts = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        places = async_tensor_h2d(requests, device=self.device)
+        tables = self.speculator.block_tables
+        token_positions = positions.index_select(0, index)
+        mappings = tables.slot_mappings.index_select(1, index)
+        metadata = self._metadata(
+            batch.seq_lens_cpu_upper_bound[requests],
+            num_reqs=len(requests),
+            num_tokens=len(index),
+            query_start_loc_gpu=async_tensor_h2d(starts, device=self.device),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            max_query_len=int(lengths.max()),
+            seq_lens=batch.seq_lens.index_select(0, places),
+            block_tables=[
+                table.index_select(0, places) for table in tables.input_block_tables
+            ],
+            slot_mappings=mappings,
+            positions=token_positions,
+            is_prefilling=torch.from_numpy(batch.is_prefilling_np[requests]),
+        )
+        slots = build_slot_mappings_by_layer(mappings, self.speculator.kv_cache_config)
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=len(index),
+            slot_mapping=slots,
+        ):
+            state: CutState = self.cut.stacks[0](
+                input_ids.index_select(0, index), token_positions
+            )
+        return state
+
+
+def on_device(groups: Iterable[Any]) -> bool:
+    """Whether all attention groups update their metadata on the device; logs once if
+    one does not.
+    """
+    others = [
+        group.backend.get_name()
+        for group in groups
+        if not updates_in_place(group.get_metadata_builder())
+    ]
+    if others:
+        logger.warning_once(
+            "vllm-ppd: attention backend %s may copy sequence lengths to the host in "
+            "every shallow pass, which then waits for the device and runs without a "
+            "CUDA graph; unless the model has chunked layers, avoid this with "
+            "--attention-backend FLASH_ATTN or TRITON_ATTN",
+            others[0],
+        )
+    return not others
+
+
+def updates_in_place(builder: Any) -> bool:
+    """Whether a builder can update a decode pass's metadata for the next pass, and the
+    update is of its own metadata.
+
+    A derived builder may build other metadata and inherit an update that does not know
+    of them: that of chunked local attention builds lengths and blocks of chunks, and
+    its base class updates nothing, as it counts on sequence lengths that change in
+    place.
+    """
+    if not builder.supports_draft_decode_metadata_update:
+        return False
+    kinds = type(builder).__mro__
+    builds = next(kind for kind in kinds if "build" in vars(kind))
+    updates = next(
+        kind for kind in kinds if "update_draft_decode_metadata" in vars(kind)
+    )
+    return issubclass(updates, builds)
