@@ -9,7 +9,7 @@ from typing import Any
 import adapters
 import pytest
 from cases import CASES, generate, greedy, prompts
-from conftest import Factory, counting, full_but, start_engine
+from conftest import Factory, counting, full_but, runner_of, start_engine
 from methods import METHODS
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state

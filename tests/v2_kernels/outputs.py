@@ -12,7 +12,6 @@ from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import logprob, prompt_logprob
 from vllm.v1.worker.gpu.sample.thinking_budget import ThinkingBudgetState
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
-from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 
 V = 2500
 LONGEST = 90
@@ -110,45 +109,6 @@ def test_drafts_by_rows_of_logits():
         places_of(NUMBERS),
         ints(5, 30, ROWS),
     )
-
-
-@pytest.mark.parametrize(
-    ("shortest", "longest", "alphabet"),
-    [
-        (1, 3, 3),
-        (2, 5, 2),
-        (3, 3, 50),
-        (1, 8, 1),
-    ],
-)
-@both_ways("_ngram_scan_kernel", "_ngram_finalize_kernel", seeds=3)
-def test_lookups(shortest, longest, alphabet):
-    tokens = ints(0, alphabet, ROWS, LONGEST)
-    rows = rows_of(6)
-    lengths = ints(0, LONGEST + 1, ROWS)
-    lengths[rows[:3]] = torch.tensor([0, 1, 2], dtype=torch.int32)
-    speculator = object.__new__(ngram.NgramGPUSpeculator)
-    vars(speculator).update(
-        req_states=SimpleNamespace(
-            all_token_ids=SimpleNamespace(gpu=tokens),
-            total_len=SimpleNamespace(gpu=lengths),
-        ),
-        min_n=shortest,
-        max_n=longest,
-        max_model_len=LONGEST,
-        block_l=64,
-        n_blocks=2,
-        num_speculative_steps=K,
-        scratch=torch.full((8, 2), -7),
-        drafts=torch.full((8, K), -7),
-    )
-    batch = SimpleNamespace(num_reqs=6, idx_mapping=rows)
-    numbers = torch.tensor([1, 1, 1, 2, 0, 1], dtype=torch.int32)
-    last = torch.randint(60, 90, (ROWS, 1))
-    unread = [None] * 4
-    drafts = speculator.propose(batch, *unread, numbers, None, last, None, None, None)
-    assert (drafts < 60).any() or alphabet == 50
-    return drafts, speculator.scratch[:6].amax(1)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,6 @@ KERNELS: dict[str, Callable[..., None]] = {
         penalties.apply_thinking_budget
     ),
     f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
-    f"{RUNNER}.spec_decode.ngram.speculator._ngram_scan_kernel": speculation.ngram_scan,
-    f"{RUNNER}.spec_decode.ngram.speculator._ngram_finalize_kernel": speculation.ngram_finalize,
     f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": speculation.flatten_sampled,
     f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (
         speculation.gather_draft_sampled
