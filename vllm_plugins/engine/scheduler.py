@@ -101,7 +101,7 @@ class DraftingScheduler(CountingScheduler):
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
         self.policy: DraftPolicy | None = None  # None: always as many as configured
         self.drafts = self.num_spec_tokens  # that the latest step makes
-        self._by_batch_size: Any = self.dynamic_sd_lookup  # type: ignore[has-type]
+        self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
         self._in_flight = 0  # steps
