@@ -29,6 +29,7 @@ class Waits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
+        self.names: set[str] = set()
         self.waits: set[str] = set()
 
     def __torch_dispatch__(
@@ -40,6 +41,7 @@ class Waits(TorchDispatchMode):
     ) -> Any:
         name = func.overloadpacket.__name__
         self.operations += 1
+        self.names.add(name)
         if name in WAITS:
             self.waits.add(name)
         indices = args[1] if name in ("index", "index_put_") else ()

@@ -54,7 +54,13 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
         plain.speculative_config = None
         super().__init__(plain, *args, **kwargs)
         self.stage = FirstStage(self) if self.is_first_pp_rank else LastStage(self)
+        # Of vLLM 0.32 in every step, of 0.33 in the steps that the method names
         self.pp_handler.max_sample_len = self.stage.micro_steps
+        self.pp_handler._sample_len = self._sample_len
+
+    def _sample_len(self, batch: Any) -> int:
+        """Tokens of a request in the broadcast of a step, the same on both stages."""
+        return 1 if self.stage.step is None else self.stage.micro_steps
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -79,6 +85,8 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler_output = self.stage.begin_step(scheduler_output)
+        # vLLM 0.33's first stage would wait for drafts
+        scheduler_output.num_spec_tokens_to_schedule = 0
         while self._awaits_tokens(scheduler_output):
             self.update_pp_decode_requests()
         output = super().execute_model(scheduler_output, *args, **kwargs)

@@ -77,7 +77,7 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
 @pytest.mark.parametrize(
     ("layout", "key", "value", "message"),
     [
-        ("ibm", "n_predict", 4, "has no tensor 'proj.3.weight'; train"),
+        ("ibm", "n_predict", 4, "no tensor 'proj.3.weight'; train"),
         ("ibm", "n_predict", 0, "greater than or equal to 1"),
         ("ibm", "n_predict", ..., "n_predict=None is not an integer"),
         ("ibm", "emb_dim", True, "emb_dim=True is not an integer"),

@@ -236,7 +236,7 @@ def test_heads_pull_on_the_stem_is_scaled(
     [
         (
             {"exit_layers": 6},
-            "--exit-layers 6 is outside 1..5: this model has 6 layers",
+            "exit_layers names layer 6, outside 1..5",
         ),
         (
             {"sequence_length": 4096},
