@@ -14,6 +14,7 @@ from conftest import Factory, our_log
 
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.patches import start
 from vllm_ppd.vllm_plugins.registry import WORKER
 
 
@@ -91,7 +92,7 @@ def test_a_refusal_ends_a_process_with_a_single_line(
         from_flags(tiny_model(), "--speculative-model ppd --ppd-gamma much")
     capsys.readouterr()  # the tiny model may have been written just now
     with pytest.raises(SystemExit) as end:
-        sys.excepthook(OptionError, refusal.value, None)
+        start.excepthook(sys.__excepthook__, OptionError, refusal.value, None)
     assert end.value.code == 2
     assert capsys.readouterr().err == f"vllm-ppd: error: {refusal.value}\n"
 
