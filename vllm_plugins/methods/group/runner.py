@@ -107,8 +107,15 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
         self.stage.begin_group_step(batch)
         return batch
 
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        output, num_sampled, num_rejected = super().sample(*args, **kwargs)
+    def sample(self, hidden_states: Any, batch: Any, grammar: Any) -> Any:
+        if grammar is not None:
+            # vLLM 0.33 has masks for the placeholders that no such request gets
+            masks = grammar.grammar_bitmask
+            stride = len(masks) // len(grammar.structured_output_request_ids)
+            grammar = dataclasses.replace(grammar, grammar_bitmask=masks[::stride])
+        output, num_sampled, num_rejected = super().sample(
+            hidden_states, batch, grammar
+        )
         if self.stage.step is None:
             return output, num_sampled, num_rejected
         assert isinstance(self.stage, LastStage)
