@@ -6,7 +6,7 @@ drafts pay, and nothing of it is kept.
 import random
 from typing import Any
 
-from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.engine import worker
 
 
@@ -24,4 +24,4 @@ def _other_clock(*arguments: Any) -> list[float]:
 
 
 worker.time_steps = _other_clock
-MeasuredCosts.save = lambda costs, path: None  # type: ignore[method-assign]
+CostTable.save = lambda table, path: None  # type: ignore[method-assign]

@@ -3,14 +3,13 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
 from typing_extensions import Self
 
 StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-LIMIT = 0.25  # of a step; a wrong number of drafts loses at most the error of the costs
 
 
 class CostTable(BaseModel):
@@ -19,59 +18,14 @@ class CostTable(BaseModel):
     sizes: list[int] = Field(min_length=1)  # requests, ascending
     counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
     seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
-    # [sizes, counts], in the second fastest round
-    second_fastest: list[list[StepSeconds]] | None = None
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:
-        for table in (
-            self.seconds,
-            self.seconds if self.second_fastest is None else self.second_fastest,
-        ):
-            if [len(row) for row in table] != [len(self.counts)] * len(self.sizes):
-                raise ValueError(
-                    f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers"
-                )
+        if [len(row) for row in self.seconds] != [len(self.counts)] * len(self.sizes):
+            raise ValueError(
+                f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers"
+            )
         return self
-
-    def implausible(self) -> str:
-        """The evidence that something else ran on the machine during the measurement;
-        empty if there is none.
-
-        Rounds of the same step differ by more than LIMIT, or a step takes more than
-        LIMIT longer than the second round of one with no fewer requests and drafts.
-        """
-        if self.second_fastest is None:
-            return "the spread of their rounds is not recorded"
-        fastest = np.array(self.seconds)
-        second = np.array(self.second_fastest)
-        spread = second / fastest
-        fall = fastest / _least_of_larger(second)
-        i, j = np.unravel_index(spread.argmax(), spread.shape)
-        if spread[i, j] > 1 + LIMIT:
-            return (
-                f"{self._step(i, j)}, and {1000 * second[i, j]:.1f} ms in the next "
-                "fastest round"
-            )
-        i, j = np.unravel_index(fall.argmax(), fall.shape)
-        if fall[i, j] > 1 + LIMIT:
-            more, longer = np.unravel_index(
-                second[i:, j:].argmin(), second[i:, j:].shape
-            )
-            return f"{self._step(i, j)}, {self._step(i + more, j + longer)}"
-        return ""
-
-    def _step(self, i: Any, j: Any) -> str:
-        requests = self.sizes[i]
-        drafts = self.counts[j]
-        name = f"{requests} request{'s' * (requests > 1)} with {drafts} draft{'s' * (drafts != 1)}"
-        return f"{name} {1000 * self.seconds[i][j]:.1f} ms"
-
-
-class MeasuredCosts(BaseModel):
-    """Costs of an engine's steps."""
-
-    method: CostTable
 
     def save(self, path: Path) -> None:
         """Write a file atomically."""

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of step costs when the engine has warmed up."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
-
-logger = logging.getLogger("vllm.vllm_ppd")
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 # Per batch size; no further rounds start after these seconds
@@ -57,12 +52,11 @@ def measure_table(
     counts: list[int],
     from_first_rank: Callable[[Any], Any],
 ) -> CostTable:
-    """Measure steps of several batch sizes, as many as time allows; once more if the
-    result is implausible.
+    """Measure steps of several batch sizes, as many as time allows.
 
-    The fastest round of all measurements counts, since other work on the machine only
-    makes steps slower. All of it takes about SECONDS; on a slow machine the first
-    rounds of the required sizes take as long again.
+    The fastest round counts, since other work on the machine only makes steps slower.
+    All of it takes about SECONDS; on a slow machine the first rounds of the required
+    sizes take as long again.
 
     Args:
         time_steps: (requests, counts) -> seconds of a step with each number of drafts.
@@ -77,16 +71,14 @@ def measure_table(
     def late(since: float, seconds: float) -> bool:
         return bool(from_first_rank(time.perf_counter() - since > seconds))
 
-    def two_fastest(size: int) -> np.ndarray:  # rounds: [2, counts]
+    def fastest(size: int) -> list[float]:
         started = time.perf_counter()
         rounds = [time_steps(size, counts)]
         while len(rounds) < ROUNDS and not late(began, SECONDS):
             if len(rounds) >= LEAST_ROUNDS and late(started, ROUND_SECONDS):
                 break
             rounds.append(time_steps(size, counts))
-        if len(rounds) == 1:
-            rounds *= 2
-        return np.sort(rounds, axis=0)[:2]
+        return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
     # A step that is limited by compute takes a time that grows with its tokens. If a
     # round of the largest batch took longer than all the time there is, a smaller batch
@@ -95,29 +87,11 @@ def measure_table(
     seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
     largest = from_first_rank(min(max(int(largest * SECONDS / seconds), 1), largest))
     required, others = sizes_to_measure(largest, counts[-1])
-    measured = {size: two_fastest(size) for size in required}
+    measured = {size: fastest(size) for size in required}
     for size in others:
         if late(began, SECONDS):
             break
-        measured[size] = two_fastest(size)
+        measured[size] = fastest(size)
     sizes = sorted(measured)
-    rounds = np.array([measured[size] for size in sizes])
-    table = _table(sizes, counts, from_first_rank(rounds))
-    reason = table.implausible()
-    if reason and not late(began, SECONDS):
-        logger.info(
-            "vllm-ppd: measuring step costs again, as the machine seems to have been "
-            "busy: %s",
-            reason,
-        )
-        began = time.perf_counter()
-        again = np.concatenate([rounds, [two_fastest(size) for size in sizes]], axis=1)
-        table = _table(sizes, counts, from_first_rank(np.sort(again, axis=1)))
-    return table
-
-
-def _table(sizes: list[int], counts: list[int], rounds: np.ndarray) -> CostTable:
-    """A table of rounds [sizes, at least 2, counts], the fastest first."""
-    fastest = rounds[:, 0].tolist()
-    second = rounds[:, 1].tolist()
-    return CostTable(sizes=sizes, counts=counts, seconds=fastest, second_fastest=second)
+    table = from_first_rank([measured[size] for size in sizes])
+    return CostTable(sizes=sizes, counts=counts, seconds=table)

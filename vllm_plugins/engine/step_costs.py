@@ -23,7 +23,7 @@ from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.training.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
@@ -47,7 +47,7 @@ def costs_of_engine(
     largest: int,
     counts: list[int],
     time_steps: TimeSteps,
-) -> MeasuredCosts | None:
+) -> CostTable | None:
     """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they
     cannot be measured.
 
@@ -65,7 +65,7 @@ def costs_of_engine(
         load(path) if config.step_costs == "cached" and group.is_first_rank else None
     )
     if cached is not None:
-        logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached.method))
+        logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached))
         return cached
     started = time.perf_counter()
     if largest < 1:
@@ -83,47 +83,30 @@ def costs_of_engine(
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         table = measure_table(time_steps, largest, counts, group.broadcast_object)
     np.random.set_state(random)  # noqa: NPY002
-    costs = MeasuredCosts(method=table)
     seconds = time.perf_counter() - started
     logger.info(
         "vllm-ppd: step costs measured in %.1f s, for %s: %s",
         seconds,
         path,
-        summary(costs.method),
+        summary(table),
     )
     if group.is_first_rank:
-        save(costs, path)
-    return costs
+        save(table, path)
+    return table
 
 
-def load(path: Path) -> MeasuredCosts | None:
-    """The costs in a file; None if it is missing, damaged, or holds impossible values."""
+def load(path: Path) -> CostTable | None:
+    """The table in a file; None if it is missing or damaged."""
     try:
-        costs = MeasuredCosts.model_validate_json(path.read_bytes())
+        return CostTable.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-    if reason := costs.method.implausible():
-        logger.info(
-            "vllm-ppd: measuring step costs of %s again, as they are implausible: %s",
-            path,
-            reason,
-        )
-        return None
-    return costs
 
 
-def save(costs: MeasuredCosts, path: Path) -> None:
-    """Write the costs to a file for later starts, unless the machine was busy."""
-    if reason := costs.method.implausible():
-        logger.warning(
-            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and "
-            "are used for this start only; start with --ppd-step-costs measure when "
-            "it is idle",
-            reason,
-        )
-        return
+def save(table: CostTable, path: Path) -> None:
+    """Write a table to a file for later starts."""
     try:
-        costs.save(path)
+        table.save(path)
     except OSError as error:
         logger.warning(
             "vllm-ppd: cannot save step costs for the next start (%s)", error

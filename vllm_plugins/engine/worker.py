@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
@@ -34,7 +34,7 @@ class StepCostsMixin(UpdatedWorker):
             )
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
-    def step_costs(self, again: bool = False) -> MeasuredCosts | None:
+    def step_costs(self, again: bool = False) -> CostTable | None:
         """Costs of steps with and without drafts; called by the scheduler's process, in
         every worker.
 

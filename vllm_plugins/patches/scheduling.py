@@ -35,7 +35,7 @@ def follow_step_costs(core: Any, again: bool = False) -> None:
         costs = core.model_executor.collective_rpc(
             "step_costs", kwargs={"again": again}
         )[0]
-        core.scheduler.follow(None if costs is None else costs.method)
+        core.scheduler.follow(costs)
 
 
 def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
