@@ -32,7 +32,7 @@ SERVED, SERVED_PLAIN = (
     tuple(f"served_{what}/{drafts}" for what in ("steps", "seconds", "tokens"))
     for drafts in ("drafts", "no_drafts")
 )
-SAVED = "saved_seconds"
+WITHOUT_DRAFTS = "estimated_seconds_without_drafts"
 
 COUNTERS = {
     "deferred_steps": (
@@ -54,7 +54,10 @@ COUNTERS = {
         "Steps of decoding alone, their seconds, and the tokens of a request in each, by "
         "whether they had drafts (adaptive).",
     ),
-    SAVED: "Seconds that drafts saved, as estimated (adaptive).",
+    WITHOUT_DRAFTS: (
+        "Seconds that the timed steps with drafts would have taken without, as "
+        "estimated (adaptive)."
+    ),
     "invalid_drafts": (
         "Times a request's drafts were dropped, as logits were not finite."
     ),

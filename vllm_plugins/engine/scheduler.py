@@ -30,10 +30,10 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
     COST,
     MATCHED,
     NO_MATCH,
-    SAVED,
     SERVED,
     SERVED_PLAIN,
     STATISTICS,
+    WITHOUT_DRAFTS,
     Counts,
     count_in_process,
 )
@@ -278,14 +278,14 @@ class DraftingScheduler(CountingScheduler):
                 self._report_served(step, seconds, sum(map(len, sampled)))
 
     def _report_served(self, step: Step, seconds: float, emitted: int) -> None:
-        """Count a step of decoding alone, and what its drafts saved."""
+        """Count a step of decoding alone, and its seconds if it had no drafts."""
         tokens = emitted / step.requests
         steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
         self.report({steps: 1, durations: seconds, lengths: tokens})
         if step.drafted:
             assert self.policy is not None
             cost = self.policy.seconds.relative(step.requests, 0, 0, step.drafted)[0]
-            self.report({SAVED: seconds * (tokens / cost - 1)})
+            self.report({WITHOUT_DRAFTS: seconds * tokens / cost})
 
     def _follow_matches(self, req_ids: Iterable[str], matched: Iterable[int]) -> None:
         """Note which requests had a match in their own text."""
