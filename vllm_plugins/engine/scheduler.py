@@ -10,7 +10,7 @@ before that output is there.
 import logging
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,17 +59,18 @@ class CountingScheduler(Scheduler):
     of KV connectors' statistics.
     """
 
-    _pending: Counter[str]
+    _pending: dict[str, float]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pending = Counter()
+        self._pending = defaultdict(float)
 
     def report(self, counts: Counts) -> None:
         """Add counts to the next statistics."""
         count_in_process(counts)
         if self.log_stats:
-            self._pending.update(counts)
+            for name, amount in counts.items():
+                self._pending[name] += amount
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -281,11 +282,12 @@ class DraftingScheduler(CountingScheduler):
         """Count a step of decoding alone, and its seconds if it had no drafts."""
         tokens = emitted / step.requests
         steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
-        self.report({steps: 1, durations: seconds, lengths: tokens})
+        counts = {steps: 1.0, durations: seconds, lengths: tokens}
         if step.drafted:
             assert self.policy is not None
             cost = self.policy.seconds.relative(step.requests, 0, 0, step.drafted)[0]
-            self.report({WITHOUT_DRAFTS: seconds * tokens / cost})
+            counts[WITHOUT_DRAFTS] = seconds * tokens / cost
+        self.report(counts)
 
     def _follow_matches(self, req_ids: Iterable[str], matched: Iterable[int]) -> None:
         """Note which requests had a match in their own text."""

@@ -8,7 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ from vllm_ppd.vllm_plugins.patches import statistics
 # Prometheus's text from one front end of several
 FRONT_END = """
 import sys
-from collections import Counter
+from collections import defaultdict
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm_ppd.vllm_plugins.engine.metrics import Published
@@ -63,7 +63,7 @@ class Counting(CountingScheduler):
 
     def __init__(self, log_stats: bool) -> None:
         self.log_stats = log_stats
-        self._pending = Counter()
+        self._pending = defaultdict(float)
 
     def step(self, output: ModelRunnerOutput) -> SchedulerStats | None:
         """The statistics of a step with this output."""
