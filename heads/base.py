@@ -58,17 +58,6 @@ class TargetLayers(BaseModel):
     num_hidden_layers: int = Field(ge=2, le=4096)
 
 
-class Calibrated(BaseModel):
-    """What earlier versions of `ppd calibrate` measured on one device, which is valid for
-    that device only.
-    """
-
-    model_config = ConfigDict(strict=True)
-    device: str
-    # [first batch size, last batch size, drafts], as in vLLM
-    num_speculative_tokens_per_batch_size: list[list[int]] = Field(min_length=1)
-
-
 class HeadsConfig(BaseModel, ABC):
     """Configuration that all kinds share. A kind adds its fields, its tensors and the
     cost of drafting with it.
@@ -109,7 +98,7 @@ class HeadsConfig(BaseModel, ABC):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
     fingerprint: TargetFingerprint = TargetFingerprint()
-    calibration: Calibrated | None = None
+    calibration: Any = None  # of an earlier version, which nothing reads
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

@@ -24,7 +24,6 @@ class Command(NamedTuple):
     run: Callable[[Any], int]  # maps the options to the exit code
     options: str | type[BaseModel]  # the model, or "MODULE:CLASS" within vllm_ppd
     positional: str | None = None  # the field that takes no flag
-    hidden: frozenset[str] = frozenset()  # fields that cannot be set
 
 
 class Group(NamedTuple):
@@ -92,8 +91,7 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         allow_abbrev=False,
     )
     for name, field in model.model_fields.items():
-        if name not in command.hidden:
-            add_field(parser, name, field, name == command.positional)
+        add_field(parser, name, field, name == command.positional)
     parser.add_argument("--config", help="YAML file of options; flags take precedence")
     values = vars(parser.parse_args(words))
     file = values.pop("config", None)
