@@ -98,7 +98,8 @@ class HeadsConfig(BaseModel, ABC):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
     fingerprint: TargetFingerprint = TargetFingerprint()
-    calibration: Any = None  # of an earlier version, which nothing reads
+    # Of an earlier version, which nothing reads
+    calibration: Any = Field(None, exclude=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -200,8 +201,6 @@ class HeadsConfig(BaseModel, ABC):
         fields = self.model_dump(
             mode="json", exclude={"verifier", "num_speculative_tokens", "target"}
         )
-        if self.calibration is None:
-            del fields["calibration"]
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.kind,

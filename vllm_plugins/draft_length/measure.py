@@ -8,6 +8,7 @@ from typing import Any
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
+REQUIRED = 5  # sizes that are measured however long it takes
 # Per batch size; no further rounds start after these seconds
 LEAST_ROUNDS = 2
 ROUNDS = 5
@@ -24,26 +25,21 @@ def counts_of(most: int, device: str) -> list[int]:
     return sorted({0, 1, most} if device == "cpu" else {0, most})
 
 
-def sizes_to_measure(largest: int, max_drafts: int) -> tuple[list[int], list[int]]:
+def sizes_to_measure(largest: int, max_drafts: int) -> list[int]:
     """Batch sizes in the order in which they are measured.
 
     The cost of drafts rises where a step becomes limited by compute, and where
     verification no longer fits a graph. A table that ends before these batches would
     let an engine draft there at a loss, so they come first. Small batches take little
-    time and are always measured, too.
+    time and follow.
 
     Args:
         largest: batch size.
         max_drafts: of a request.
-
-    Returns:
-        (sizes that are always measured, sizes that are measured while there is time).
     """
     last_with_graph = min(max(GRAPH_TOKENS // (1 + max_drafts), 1), largest)
-    sizes = [size for size in SIZES if size < largest]
-    required = list(dict.fromkeys([largest, last_with_graph, *sizes[:3]]))
-    others = [size for size in sizes if size not in required]
-    return required, others
+    smaller = [size for size in SIZES if size < largest]
+    return list(dict.fromkeys([largest, last_with_graph, *smaller]))
 
 
 def measure_table(
@@ -86,10 +82,9 @@ def measure_table(
     time_steps(largest, [0])
     seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
     largest = from_first_rank(min(max(int(largest * SECONDS / seconds), 1), largest))
-    required, others = sizes_to_measure(largest, counts[-1])
-    measured = {size: fastest(size) for size in required}
-    for size in others:
-        if late(began, SECONDS):
+    measured: dict[int, list[float]] = {}
+    for size in sizes_to_measure(largest, counts[-1]):
+        if len(measured) >= REQUIRED and late(began, SECONDS):
             break
         measured[size] = fastest(size)
     sizes = sorted(measured)

@@ -159,6 +159,6 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
 
 
 def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:
-    assert measure.sizes_to_measure(512, 3) == ([512, 128, 1, 16, 64], [256])
-    assert measure.sizes_to_measure(1, 3) == ([1], [])
-    assert measure.sizes_to_measure(20, 5) == ([20, 1, 16], [])
+    assert measure.sizes_to_measure(512, 3) == [512, 128, 1, 16, 64, 256]
+    assert measure.sizes_to_measure(1, 3) == [1]
+    assert measure.sizes_to_measure(20, 5) == [20, 1, 16]
