@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils import disable_progress_bars
 
 TOKEN = "hf_of_the_tests"
 PATH = re.compile(
@@ -83,6 +84,7 @@ def running_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     empty cache and without a token.
     """
     hub = Hub()
+    disable_progress_bars()  # so that a refusal stands alone
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
