@@ -131,7 +131,9 @@ def our_log(level: int = logging.WARNING) -> Iterator[list[str]]:
     messages: list[str] = []
     logger = logging.getLogger("vllm.vllm_ppd")
     handler = logging.Handler(level)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = (  # type: ignore[method-assign]
+        lambda record: messages.append(record.getMessage())
+    )
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(level)

@@ -24,6 +24,7 @@ RECORD = Path(__file__).with_name("touched.json")
 PLUGIN = "vllm_ppd.vllm_plugins.engine"
 GROUP = "vllm_ppd.vllm_plugins.methods.group"
 V2 = "vllm.v1.worker.gpu"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
@@ -46,7 +47,7 @@ ASSUMED = [
     "vllm.engine.arg_utils:EngineArgs.__post_init__",
     # Whose global unseen_by_connectors hides
     "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
+    f"{CONNECTOR}:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
     # Counts steps in flight, takes placeholder drafts
     "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",
     # Laid out anew by kv_blocks.added_blocks

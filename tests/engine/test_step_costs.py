@@ -103,7 +103,11 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
 
         return ran, measure.measure_table(run, 64, [0, 1, 3], from_first_rank)
 
-    first = steps(0, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
+    def noted(value: Any) -> Any:
+        values.append(value)
+        return value
+
+    first = steps(0, noted)
     sent = iter(values)
     assert steps(1, lambda _: next(sent)) == first and not list(sent)
 
