@@ -142,6 +142,7 @@ class Staging:
     def stage_nobody(self) -> None:
         """Stage padding that counts as sampling requests, for dummy runs and captures."""
         self.staged.rows.fill_(-1)
+        self.staged.positions.zero_()
         settings = self.staged.settings
         settings[Setting.MAX_DRAFTS] = self.options.num_drafts
         settings[Setting.TEMPERATURE] = 1.0

@@ -49,7 +49,9 @@ class EarlyExitDrafter(Drafter):
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
                 sampling = step.sampling.ahead(offset)
-                reading = self.reader.sample(self.exit_layer, state, sampling)
+                reading = self.reader.sample(
+                    self.exit_layer, state, sampling, with_confidence
+                )
             readings.append(reading)
             token_ids = reading.token_ids
             if step.looked_up is not None:

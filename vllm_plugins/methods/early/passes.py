@@ -44,6 +44,14 @@ class FirstStackPasses:
         self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
         self.input_ids = self.positions.int()
         self.seq_lens = self.positions.int()
+        drafts = speculator.num_speculative_steps
+        self.offsets = torch.arange(drafts + 1, device=self.device)[:, None]
+        self.zero = torch.tensor(0, device=self.device)
+        self.no_row = self.zero - 1
+        # [offsets, requests] int64 of the current passes: positions without a limit,
+        # and the request rows that write KV there, else -1
+        self.wanted: torch.Tensor
+        self.writers: torch.Tensor
         # [requests] bounds of sequence lengths; None while capturing a graph
         self.bounds: torch.Tensor | None = None
         self.without_attention = False
@@ -81,7 +89,7 @@ class FirstStackPasses:
         """The first stack on a token of each staged request; rows of padding write no KV.
 
         Args:
-            offset: of the tokens from the newest ones.
+            offset: of the tokens from the newest ones; 0 first.
             token_ids: [requests] int64; INVALID ones run as token 0.
 
         Returns:
@@ -89,19 +97,22 @@ class FirstStackPasses:
         """
         requests = len(token_ids)
         staged = self.speculator.staging.staged
-        rows = staged.rows[:requests]
         limit = self.max_model_len
-        wanted = torch.where(rows < 0, 0, staged.positions[:requests] + offset)
+        if offset == 0:
+            # Once for all passes, as each operation is a node of the CUDA graph
+            rows = staged.rows[:requests]
+            self.wanted = staged.positions[:requests] + self.offsets
+            self.writers = torch.where(self.wanted < limit, rows, self.no_row)
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
         input_ids = self.input_ids[:requests]
-        input_ids.copy_(token_ids.clamp(min=0))
         positions = self.positions[:requests]
-        positions.copy_(wanted.clamp(max=limit - 1))
-        self.seq_lens[:requests] = positions + 1
+        torch.maximum(token_ids, self.zero, out=input_ids)
+        torch.clamp(self.wanted[offset], max=limit - 1, out=positions)
+        torch.add(positions, 1, out=self.seq_lens[:requests])
         slots = None
         if not self.without_attention:
             mappings = self.speculator.block_tables.compute_slot_mappings(
-                torch.where(wanted < limit, rows, -1),
+                self.writers[offset],
                 self.starts[: requests + 1],
                 positions,
                 requests,

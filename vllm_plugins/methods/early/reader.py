@@ -93,16 +93,25 @@ class EarlyReader:
         """
         return self._best(exit_layer, state, k, False)[0].clamp(min=0)
 
-    def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
+    def sample(
+        self,
+        exit_layer: int,
+        state: CutState,
+        sampling: Sampling,
+        with_confidence: bool,
+    ) -> Reading:
         """A sample of each row's exit distribution; rows at temperature 0 take the best
         token. Overwrites the state.
         """
         hidden, classifier = self._transformed(exit_layer, state)
-        logits = self._logits(hidden, classifier, gather=True).float()
+        logits = self._logits(hidden, classifier, gather=True)
+        token_ids = chosen(draw_rows, logits)(logits, sampling)
+        if not with_confidence:
+            return Reading(token_ids, None)
         # Of the likeliest token, not the drawn one, as for greedy requests.
-        best = logits.max(dim=-1).values
-        confidence = (best - torch.logsumexp(logits, dim=-1)).exp()
-        return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
+        best = logits.amax(dim=-1)
+        confidence = (best - torch.logsumexp(logits.float(), dim=-1)).exp()
+        return Reading(token_ids, confidence)
 
     def _transformed(
         self,
