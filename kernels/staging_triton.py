@@ -40,7 +40,7 @@ def _stage(
         tl.store(staged.rows + place, tl.where(emits, row, -1))
         tl.store(staged.newest_ids + place, newest)
         tl.store(staged.places + place, token)
-        tl.store(staged.positions + place, tl.where(emits, position, 0))
+        tl.store(staged.positions + place, position * emits)
         tl.store(staged.seeds + place, tl.load(end.seeds + row))
         setting = tl.arange(0, COLUMNS)
         real = setting < SETTINGS

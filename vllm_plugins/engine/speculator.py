@@ -272,13 +272,12 @@ class Speculator(DraftModelSpeculator):
         invalid = drafts.token_ids < 0
         if drafts.counts is not None:
             invalid &= self._drafts < drafts.counts[:, None]
-        counted = torch.empty_like(rows)
-        torch.logical_and(invalid.any(dim=1), usable, out=counted)
-        self._invalid.value += counted.sum()
+            usable = torch.minimum(usable, drafts.counts)
+        affected = torch.empty_like(rows)
+        torch.logical_and(invalid.any(dim=1), usable, out=affected)
+        self._invalid.value += affected.sum()
         if self.unverified is not None:
             valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
-            if drafts.counts is not None:
-                valid = torch.minimum(valid, drafts.counts)
             self.unverified.counts[rows] = torch.minimum(valid, usable.long())
 
     def _latest_tokens(self, rows: torch.Tensor, count: int) -> torch.Tensor:

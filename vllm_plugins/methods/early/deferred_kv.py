@@ -195,7 +195,6 @@ class DeferredKVCut(ModelCut):
         # -1 for padding, whose states are the last request's
         rows = self.passes.speculator.staging.staged.rows[: len(token_ids)]
         saved = self.deferred.saved
-        same_offset = slice(offset, None, self.deferred.width)
-        stored = rows_of((saved.hidden, saved.residual), same_offset)
-        write(stored, rows, state)
+        of_offset = slice(offset, None, self.deferred.width)
+        write(rows_of((saved.hidden, saved.residual), of_offset), rows, state)
         return state

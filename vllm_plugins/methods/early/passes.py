@@ -44,14 +44,10 @@ class FirstStackPasses:
         self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
         self.input_ids = self.positions.int()
         self.seq_lens = self.positions.int()
-        drafts = speculator.num_speculative_steps
-        self.offsets = torch.arange(drafts + 1, device=self.device)[:, None]
+        passes = speculator.num_speculative_steps + 1
+        self.offsets = torch.arange(passes, device=self.device)[:, None]
         self.zero = torch.tensor(0, device=self.device)
         self.no_row = self.zero - 1
-        # [offsets, requests] int64 of the current passes: positions without a limit,
-        # and the request rows that write KV there, else -1
-        self.wanted: torch.Tensor
-        self.writers: torch.Tensor
         # [requests] bounds of sequence lengths; None while capturing a graph
         self.bounds: torch.Tensor | None = None
         self.without_attention = False
@@ -78,13 +74,6 @@ class FirstStackPasses:
         self.metadata = None
         self.bounds = bounds
 
-    def prepare_capture(self, requests: int) -> None:
-        """Prepare the capture of a graph for a number of requests, whose blocks are
-        vLLM's null block.
-        """
-        self.begin_drafting(None)
-        self.speculator.block_tables.get_dummy_block_tables(requests)
-
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """The first stack on a token of each staged request; rows of padding write no KV.
 
@@ -99,10 +88,13 @@ class FirstStackPasses:
         staged = self.speculator.staging.staged
         limit = self.max_model_len
         if offset == 0:
-            # Once for all passes, as each operation is a node of the CUDA graph
-            rows = staged.rows[:requests]
+            # Once for all passes: each operation is a node of their CUDA graph.
+            # [offsets, requests] positions, without a limit
             self.wanted = staged.positions[:requests] + self.offsets
-            self.writers = torch.where(self.wanted < limit, rows, self.no_row)
+            # [offsets, requests] rows that write KV, else -1
+            self.writers = torch.where(
+                self.wanted < limit, staged.rows[:requests], self.no_row
+            )
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
         input_ids = self.input_ids[:requests]
         positions = self.positions[:requests]
