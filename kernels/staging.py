@@ -35,7 +35,7 @@ class Staged(NamedTuple):
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
     # [requests] int64, the step's token whose state gave the newest token
     places: torch.Tensor
-    positions: torch.Tensor  # [requests] int64, of the newest token
+    positions: torch.Tensor  # [requests] int64, of the newest token; 0 for padding
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32
     seeds: torch.Tensor  # [requests] int64
@@ -58,10 +58,12 @@ def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> 
     rows = end.rows.long()
     places = end.query_starts[1 : requests + 1].long() - 1 - end.num_rejected
     staged.rows[requests:padded] = -1
-    staged.rows[:requests] = torch.where(end.num_sampled > 0, rows, -1)
+    sampled = end.num_sampled > 0
+    staged.rows[:requests] = torch.where(sampled, rows, -1)
     staged.newest_ids[:requests] = end.last_sampled[rows, 0]
     staged.places[:requests] = places
-    staged.positions[:requests] = end.positions[places] + 1
+    staged.positions[requests:padded] = 0
+    staged.positions[:requests] = (end.positions[places] + 1) * sampled
     torch.index_select(end.hidden, 0, places, out=staged.hidden[:requests])
     staged.settings[:, :requests] = settings[rows].T
     staged.seeds[:requests] = end.seeds[rows]

@@ -29,6 +29,7 @@ def _stage(
     place = tl.program_id(0).to(tl.int64)
     if place >= requests:
         tl.store(staged.rows + place, -1)
+        tl.store(staged.positions + place, 0)
     else:
         row = tl.load(end.rows + place).to(tl.int64)
         next_start = tl.load(end.query_starts + place + 1).to(tl.int64)
@@ -39,7 +40,7 @@ def _stage(
         tl.store(staged.rows + place, tl.where(emits, row, -1))
         tl.store(staged.newest_ids + place, newest)
         tl.store(staged.places + place, token)
-        tl.store(staged.positions + place, position)
+        tl.store(staged.positions + place, position * emits)
         tl.store(staged.seeds + place, tl.load(end.seeds + row))
         setting = tl.arange(0, COLUMNS)
         real = setting < SETTINGS

@@ -16,11 +16,11 @@ from vllm_ppd.kernels.sampling import INVALID
 class ShardTopK(NamedTuple):
     """The top-k of one rank's shard."""
 
-    values: torch.Tensor  # [rows, k] float32, descending
+    values: torch.Tensor  # [rows, k], descending
     # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not
     # finite
     token_ids: torch.Tensor
-    logsumexp: torch.Tensor  # [rows] float32, over the shard
+    logsumexp: torch.Tensor  # [rows], over the shard
 
 
 def shard_topk(
@@ -44,12 +44,15 @@ def shard_topk(
     logits = logits[:, :num_valid]
     # max() is a single pass where topk() sorts; k = 1 is the common case.
     best = logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
-    values, columns = best
-    logsumexp = values[:, 0].float()
+    values, ids = best
+    logsumexp = values[:, 0]
     if with_logsumexp:
         logsumexp = torch.logsumexp(logits.float(), dim=-1)
-    ids = torch.where(values.isfinite(), columns + vocab_start, INVALID)
-    return ShardTopK(values.float(), ids, logsumexp)
+    if vocab_start:
+        ids += vocab_start
+    # NaN, and so unequal to 0, where a value is not finite; isfinite is four kernels.
+    ids.masked_fill_(values - values != 0, INVALID)
+    return ShardTopK(values, ids, logsumexp)
 
 
 def merge_topk(

@@ -76,6 +76,7 @@ class Speculator(DraftModelSpeculator):
         if shortest is not None:
             self.lookup = Lookup(shortest, rows, drafts, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
+        self._drafts = torch.arange(drafts, device=device)
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
         # vLLM reads such attributes to measure their memory
@@ -260,19 +261,24 @@ class Speculator(DraftModelSpeculator):
         inputs = self.staging.inputs(places, sampled, looked_up, context)
         drafts = self.drafter.propose(inputs)
         # vLLM embeds and verifies each of them, so an INVALID one becomes a token.
-        token_ids = drafts.token_ids.clamp(min=0)
+        token_ids = self.draft_tokens[places]
+        torch.clamp(drafts.token_ids, min=0, out=token_ids)
         if looked_up is not None:
             matched = looked_up.matched[:, None]
-            token_ids = torch.where(matched, looked_up.token_ids, token_ids)
-        self.draft_tokens[places] = token_ids
+            torch.where(matched, looked_up.token_ids, token_ids, out=token_ids)
 
-        usable = self.staging.staged.settings[Setting.MAX_DRAFTS, places].long()
+        # Padding, row -1, may use none; others may use none or all.
+        usable = self.options.on_device[rows, Setting.MAX_DRAFTS]
+        invalid = drafts.token_ids < 0
         if drafts.counts is not None:
+            invalid &= self._drafts < drafts.counts[:, None]
             usable = torch.minimum(usable, drafts.counts)
-        valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
-        self._invalid.value += ((rows >= 0) & (valid < usable)).sum()
+        affected = torch.empty_like(rows)
+        torch.logical_and(invalid.any(dim=1), usable, out=affected)
+        self._invalid.value += affected.sum()
         if self.unverified is not None:
-            self.unverified.counts[rows] = torch.minimum(valid, usable)
+            valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
+            self.unverified.counts[rows] = torch.minimum(valid, usable.long())
 
     def _latest_tokens(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The latest tokens of request rows, newest first, -1 for missing ones: [rows,

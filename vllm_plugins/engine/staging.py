@@ -142,8 +142,8 @@ class Staging:
     def stage_nobody(self) -> None:
         """Stage padding that counts as sampling requests, for dummy runs and captures."""
         self.staged.rows.fill_(-1)
+        self.staged.positions.zero_()
         settings = self.staged.settings
-        settings[Setting.MAX_DRAFTS] = self.options.num_drafts
         settings[Setting.TEMPERATURE] = 1.0
         settings[Setting.TOP_P] = 1.0
         settings[Setting.TOP_K] = self.options.vocab_size

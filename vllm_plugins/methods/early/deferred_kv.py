@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 
 Mode = Literal["deep", "mixed", "full"]
@@ -194,5 +194,7 @@ class DeferredKVCut(ModelCut):
         state: CutState = self.passes.one_token(offset, token_ids)
         # -1 for padding, whose states are the last request's
         rows = self.passes.speculator.staging.staged.rows[: len(token_ids)]
-        self.deferred.saved.store(rows * self.deferred.width + offset, state)
+        saved = self.deferred.saved
+        of_offset = slice(offset, None, self.deferred.width)
+        write(rows_of((saved.hidden, saved.residual), of_offset), rows, state)
         return state

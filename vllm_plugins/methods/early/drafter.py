@@ -45,11 +45,13 @@ class EarlyExitDrafter(Drafter):
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
             state = self.cut.run(offset, token_ids)
-            if step.sampling is None:
-                reading = self.reader.greedy(self.exit_layer, state, with_confidence)
-            else:
-                sampling = step.sampling.ahead(offset)
-                reading = self.reader.sample(self.exit_layer, state, sampling)
+            sampling = step.sampling and step.sampling.ahead(offset)
+            reading = self.reader.read(
+                self.exit_layer,
+                state,
+                sampling,
+                with_confidence,
+            )
             readings.append(reading)
             token_ids = reading.token_ids
             if step.looked_up is not None:

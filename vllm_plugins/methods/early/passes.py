@@ -44,6 +44,10 @@ class FirstStackPasses:
         self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
         self.input_ids = self.positions.int()
         self.seq_lens = self.positions.int()
+        passes = speculator.num_speculative_steps + 1
+        self.offsets = torch.arange(passes, device=self.device)[:, None]
+        self.zero = torch.tensor(0, device=self.device)
+        self.no_row = self.zero - 1
         # [requests] bounds of sequence lengths; None while capturing a graph
         self.bounds: torch.Tensor | None = None
         self.without_attention = False
@@ -70,18 +74,11 @@ class FirstStackPasses:
         self.metadata = None
         self.bounds = bounds
 
-    def prepare_capture(self, requests: int) -> None:
-        """Prepare the capture of a graph for a number of requests, whose blocks are
-        vLLM's null block.
-        """
-        self.begin_drafting(None)
-        self.speculator.block_tables.get_dummy_block_tables(requests)
-
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """The first stack on a token of each staged request; rows of padding write no KV.
 
         Args:
-            offset: of the tokens from the newest ones.
+            offset: of the tokens from the newest ones; 0 first.
             token_ids: [requests] int64; INVALID ones run as token 0.
 
         Returns:
@@ -89,19 +86,25 @@ class FirstStackPasses:
         """
         requests = len(token_ids)
         staged = self.speculator.staging.staged
-        rows = staged.rows[:requests]
         limit = self.max_model_len
-        wanted = torch.where(rows < 0, 0, staged.positions[:requests] + offset)
+        if offset == 0:
+            # Once for all passes: each operation is a node of their CUDA graph.
+            # [offsets, requests] positions, without a limit
+            self.wanted = staged.positions[:requests] + self.offsets
+            # [offsets, requests] rows that write KV, else -1
+            self.writers = torch.where(
+                self.wanted < limit, staged.rows[:requests], self.no_row
+            )
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
         input_ids = self.input_ids[:requests]
-        input_ids.copy_(token_ids.clamp(min=0))
         positions = self.positions[:requests]
-        positions.copy_(wanted.clamp(max=limit - 1))
-        self.seq_lens[:requests] = positions + 1
+        torch.maximum(token_ids, self.zero, out=input_ids)
+        torch.clamp(self.wanted[offset], max=limit - 1, out=positions)
+        torch.add(positions, 1, out=self.seq_lens[:requests])
         slots = None
         if not self.without_attention:
             mappings = self.speculator.block_tables.compute_slot_mappings(
-                torch.where(wanted < limit, rows, -1),
+                self.writers[offset],
                 self.starts[: requests + 1],
                 positions,
                 requests,

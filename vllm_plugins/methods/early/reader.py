@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
@@ -77,15 +76,27 @@ class EarlyReader:
                     self.lm_head.shard(weight.data), requires_grad=False
                 )
 
-    def greedy(
+    def read(
         self,
         exit_layer: int,
         state: CutState,
+        sampling: Sampling | None,
         with_confidence: bool,
     ) -> Reading:
-        """The exit's best token of each row; overwrites the state."""
-        ids, probability = self._best(exit_layer, state, 1, with_confidence)
-        return Reading(ids[:, 0], None if probability is None else probability[:, 0])
+        """The exit's best token of each row, or a sample of each row's distribution, of
+        which rows at temperature 0 take the best token. Overwrites the state.
+        """
+        if sampling is None:
+            ids, probability = self._best(exit_layer, state, 1, with_confidence)
+            confidence = None if probability is None else probability[:, 0]
+            return Reading(ids[:, 0], confidence)
+        logits = self._logits(exit_layer, state, gather=True)
+        confidence = None
+        if with_confidence:
+            # Of the likeliest token, not the drawn one, as for greedy requests.
+            best = logits.amax(dim=-1)
+            confidence = (best - torch.logsumexp(logits.float(), dim=-1)).exp()
+        return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
@@ -93,41 +104,16 @@ class EarlyReader:
         """
         return self._best(exit_layer, state, k, False)[0].clamp(min=0)
 
-    def sample(self, exit_layer: int, state: CutState, sampling: Sampling) -> Reading:
-        """A sample of each row's exit distribution; rows at temperature 0 take the best
-        token. Overwrites the state.
-        """
-        hidden, classifier = self._transformed(exit_layer, state)
-        logits = self._logits(hidden, classifier, gather=True).float()
-        # Of the likeliest token, not the drawn one, as for greedy requests.
-        best = logits.max(dim=-1).values
-        confidence = (best - torch.logsumexp(logits, dim=-1)).exp()
-        return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
-
-    def _transformed(
-        self,
-        exit_layer: int,
-        state: CutState,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(States [rows, hidden] that the LM head reads, the classifier that reads them
-        in its place, if any).
-        """
+    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
+        """The exit's logits: [rows, vocabulary], or this rank's shard of them."""
         with kernels_first():
             hidden = self.adapter.norm(*state)
-        if self.heads is not None and self.heads.form == "classifier":
-            return hidden, self.heads.weight(exit_layer)
-        return hidden if self.heads is None else self.heads(hidden, exit_layer), None
-
-    def _logits(
-        self,
-        hidden: torch.Tensor,
-        classifier: torch.Tensor | None,
-        gather: bool,
-    ) -> torch.Tensor:
-        if classifier is None:
+        if self.heads is None:
             return self.lm_head.logits(hidden, gather)
-        logits = functional.linear(hidden, classifier)
-        return self.lm_head.gather(logits) if gather else logits
+        read: torch.Tensor = self.heads(hidden, exit_layer)
+        if self.heads.form == "transform":
+            return self.lm_head.logits(read, gather)
+        return self.lm_head.gather(read) if gather else read
 
     def _best(
         self,
@@ -142,10 +128,9 @@ class EarlyReader:
         Under tensor parallelism the ranks exchange (value, token id) pairs of their
         shards, not logits.
         """
-        hidden, classifier = self._transformed(exit_layer, state)
         lm_head = self.lm_head
         best = shard_topk(
-            self._logits(hidden, classifier, gather=False),
+            self._logits(exit_layer, state, gather=False),
             k,
             lm_head.vocab_start,
             lm_head.num_valid,

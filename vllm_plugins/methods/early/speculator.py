@@ -129,7 +129,9 @@ class DeferredKVSpeculator(Speculator):
         desc: BatchExecutionDescriptor,
         warmup: bool,
     ) -> Callable[[CUDAGraphMode], None]:
-        self.passes.prepare_capture(desc.num_tokens)
+        self.passes.begin_drafting(None)
+        # Requests whose blocks are vLLM's null block
+        self.block_tables.get_dummy_block_tables(desc.num_tokens)
         return super().prepare_capture(sampled, desc, warmup)
 
     # A step ---------------------------------------------------------------------------
