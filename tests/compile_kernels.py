@@ -17,10 +17,12 @@ from triton.runtime.jit import JITFunction
 from vllm_ppd.kernels import (
     cp_mixture_triton,
     joint_triton,
+    lookup_triton,
     sampling_triton,
     staging_triton,
 )
 from vllm_ppd.kernels.joint import Ngrams, Top
+from vllm_ppd.kernels.lookup import Texts
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
@@ -98,6 +100,9 @@ def serve(requests: int) -> None:
     )
     staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
     sampling_triton.accept_drawn(places, places.int(), starts, 4)
+    texts = Texts(torch.zeros(9, 4096, dtype=torch.int32), torch.zeros(9).int())
+    found = torch.zeros(requests, 5, dtype=torch.int64)
+    lookup_triton.look_up(texts, places, 2, 8, 32768, numbers, found)
 
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
