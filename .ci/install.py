@@ -60,7 +60,8 @@ def install_cpu() -> None:
 def main() -> None:
     if (
         shutil.which("nvidia-smi")
-        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode
+        == 0
     ):
         if (installed("vllm") or "").split("+")[0] != VLLM:
             pip("install", "--quiet", f"vllm=={VLLM}")

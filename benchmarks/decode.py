@@ -24,7 +24,9 @@ from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 WARM_UP_TOKENS = 48  # enough to compile kernels and to settle adaptive drafting
-SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
+SPIN_SECONDS = (
+    1.2  # vLLM's ranks spin for a second after a step before they sleep
+)
 
 
 class Trial(NamedTuple):
@@ -46,7 +48,10 @@ def decode(options: DecodeOptions) -> str:
     """
     systems = systems_of(options)
     prompts = read_prompts(
-        options.data, options.model, options.prompt_tokens, options.trust_remote_code
+        options.data,
+        options.model,
+        options.prompt_tokens,
+        options.trust_remote_code,
     )
     if options.acceptance:
         benchmark = "acceptance"
@@ -57,11 +62,16 @@ def decode(options: DecodeOptions) -> str:
     results = Results(Path(options.out), benchmark)
     contenders = {system.name: system.identity() for system in systems}
     runs = [
-        results.run_of({**options.settings(), "temperature": temperature}, contenders)
+        results.run_of(
+            {**options.settings(), "temperature": temperature}, contenders
+        )
         for temperature in options.temperatures
     ]
     missing = [
-        (run, trial) for run in runs for trial in trials if not is_whole(trial, run)
+        (run, trial)
+        for run in runs
+        for trial in trials
+        if not is_whole(trial, run)
     ]
     if missing:
         others = [prompt.ids for prompt in prompts[-max(options.batch_sizes) :]]
@@ -91,13 +101,17 @@ def speed_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
     first = 0
     for number in range(options.rounds):
         for size in options.batch_sizes:
-            batch = [ids[index % len(ids)] for index in range(first, first + size)]
+            batch = [
+                ids[index % len(ids)] for index in range(first, first + size)
+            ]
             trials.append(Trial({"batch": size, "round": number}, batch))
             first += size
     return trials
 
 
-def acceptance_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Trial]:
+def acceptance_trials(
+    options: DecodeOptions, prompts: list[Prompt]
+) -> list[Trial]:
     """Batches of the prompts of a category, the shortest first."""
     by_category: defaultdict[str, list[list[int]]] = defaultdict(list)
     for prompt in prompts[: options.prompts]:
@@ -112,7 +126,9 @@ def acceptance_trials(options: DecodeOptions, prompts: list[Prompt]) -> list[Tri
     return trials
 
 
-def engine_arguments(options: DecodeOptions, max_model_len: int) -> dict[str, Any]:
+def engine_arguments(
+    options: DecodeOptions, max_model_len: int
+) -> dict[str, Any]:
     """The arguments of every engine."""
     return {
         "model": options.model,
@@ -152,7 +168,9 @@ def measure(
     runs = [run for run, _ in missing]
     engines: list[EngineProcess] = []
     warm: set[tuple[str, float, int]] = set()
-    longest = max(len(ids) for _, trial in missing for ids in [*trial.prompts, *others])
+    longest = max(
+        len(ids) for _, trial in missing for ids in [*trial.prompts, *others]
+    )
     arguments = engine_arguments(options, longest + options.new_tokens + 32)
 
     def leave_out(name: str, error: BenchError) -> None:
@@ -167,9 +185,13 @@ def measure(
         engine: EngineProcess, prompts: list[list[int]], tokens: int, run: Run
     ) -> dict[str, Any]:
         temperature = run["options"]["temperature"]
-        return engine.call(decode_batch, prompts, tokens, temperature, options.top_p)
+        return engine.call(
+            decode_batch, prompts, tokens, temperature, options.top_p
+        )
 
-    def take_turn(engine: EngineProcess, trial: Trial, run: Run) -> dict[str, Any]:
+    def take_turn(
+        engine: EngineProcess, trial: Trial, run: Run
+    ) -> dict[str, Any]:
         size = trial.place["batch"]
         state = (engine.name, run["options"]["temperature"], size)
         if state not in warm:
@@ -186,7 +208,9 @@ def measure(
                 continue
             print(f"starting {system.name} ...", flush=True)
             try:
-                engine = EngineProcess(system, arguments, Path(logs, f"{number}.log"))
+                engine = EngineProcess(
+                    system, arguments, Path(logs, f"{number}.log")
+                )
             except BenchError as error:
                 leave_out(system.name, error)
                 continue
@@ -209,9 +233,13 @@ def measure(
                 if not run["options"]["temperature"]:
                     turn |= compare(base_ids, ids)
                 turn["prompts"] = len(ids)
-                run["turns"].append({"contender": engine.name, **trial.place, **turn})
+                run["turns"].append(
+                    {"contender": engine.name, **trial.place, **turn}
+                )
                 if options.group:
-                    run["predicted"] = predictions(engines, run, options.new_tokens)
+                    run["predicted"] = predictions(
+                        engines, run, options.new_tokens
+                    )
                 results.write()
 
 
@@ -220,10 +248,14 @@ def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
     pairs = list(zip(base, ids, strict=True))
     return {
         "same_tokens": sum(
-            a == b for one, other in pairs for a, b in zip(one, other, strict=True)
+            a == b
+            for one, other in pairs
+            for a, b in zip(one, other, strict=True)
         ),
         "compared_tokens": sum(len(one) for one in base),
-        "differ": [number for number, (one, other) in enumerate(pairs) if one != other],
+        "differ": [
+            number for number, (one, other) in enumerate(pairs) if one != other
+        ],
     }
 
 

@@ -47,7 +47,9 @@ class EngineProcess:
         facts: num_layers and, of a worker group, split.
     """
 
-    def __init__(self, system: System, arguments: dict[str, Any], log: Path) -> None:
+    def __init__(
+        self, system: System, arguments: dict[str, Any], log: Path
+    ) -> None:
         """Start the engine and wait until it has loaded and compiled.
 
         Args:
@@ -99,7 +101,9 @@ class EngineProcess:
         except (EOFError, ConnectionResetError):
             self.process.join()
             lines = self.log.read_text(errors="replace").split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "nothing")
+            last = next(
+                (line for line in reversed(lines) if line.strip()), "nothing"
+            )
             code = self.process.exitcode
             raise BenchError(
                 f"{self.name}: the engine ended with code {code}; its last line: {last}"
@@ -135,7 +139,9 @@ def serve(
         return
     except Exception as error:
         traceback.print_exc()
-        pipe.send((False, " ".join(str(error).split())[:400] or type(error).__name__))
+        pipe.send(
+            (False, " ".join(str(error).split())[:400] or type(error).__name__)
+        )
 
 
 def start(system: System, arguments: dict[str, Any]) -> Any:
@@ -147,7 +153,9 @@ def start(system: System, arguments: dict[str, Any]) -> Any:
     if is_cpu():
         # vLLM's own methods sample wrongly on this backend; compare them without that
         # mistake.
-        from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
+        from vllm_ppd.vllm_plugins.engine.cpu.workarounds import (
+            mend_workers_to_come,
+        )
 
         mend_workers_to_come()
     settings = {
@@ -169,8 +177,12 @@ def facts_of(engine: Any) -> dict[str, Any]:
     from vllm_ppd.vllm_plugins.config.activation import active_config
 
     config = engine.vllm_config
-    room = (config.cache_config.num_gpu_blocks or 0) * config.cache_config.block_size
-    needed = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    room = (
+        config.cache_config.num_gpu_blocks or 0
+    ) * config.cache_config.block_size
+    needed = (
+        config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    )
     if room < needed:
         raise BenchError(
             f"the KV cache holds {room:,} of {needed:,} tokens; give more with "
@@ -282,7 +294,9 @@ def decode_batch(
         )
     change = counters() - before
     drafts = change[DRAFTS, ""]
-    reached = [drafts]  # drafts of which at least 0, 1, 2, ... tokens were accepted
+    reached = [
+        drafts
+    ]  # drafts of which at least 0, 1, 2, ... tokens were accepted
     while change[ACCEPTED_AT, str(len(reached) - 1)]:
         reached.append(change[ACCEPTED_AT, str(len(reached) - 1)])
     lengths = [

@@ -7,14 +7,18 @@ from pydantic import BaseModel, ConfigDict, Field, Json
 
 from vllm_ppd.heads.text import COMMAS, Integers
 
-Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
+Sizes = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS
+]
 Temperature = Annotated[float, Field(ge=0)]
 
 
 class DecodeOptions(BaseModel):
     """What is compared, on which prompts, and how often."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=()
+    )
 
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
@@ -70,7 +74,9 @@ class DecodeOptions(BaseModel):
     batch_sizes: Sizes = Field(
         (1, 2, 4, 8, 16), description="requests decoded together"
     )
-    rounds: int = Field(5, ge=1, description="turns of each system at each batch size")
+    rounds: int = Field(
+        5, ge=1, description="turns of each system at each batch size"
+    )
     temperatures: Annotated[tuple[Temperature, ...], COMMAS] = Field(
         (0.0,),
         min_length=1,
@@ -84,7 +90,9 @@ class DecodeOptions(BaseModel):
         description="most tokens of a prompt; texts are cut, longer prompts and "
         "chats are left out",
     )
-    new_tokens: int = Field(128, ge=8, description="tokens that each request generates")
+    new_tokens: int = Field(
+        128, ge=8, description="tokens that each request generates"
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="dtype of the engines"
     )
@@ -111,7 +119,15 @@ class DecodeOptions(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """What a run must share with a stopped one to continue it, apart from the systems."""
-        systems = {"heads", "plain", "eagle", "also", "group", "adaptive", "drafts"}
+        systems = {
+            "heads",
+            "plain",
+            "eagle",
+            "also",
+            "group",
+            "adaptive",
+            "drafts",
+        }
         return self.model_dump(
             mode="json", exclude=systems | {"rounds", "temperatures", "out"}
         )

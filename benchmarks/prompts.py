@@ -23,7 +23,10 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(
-    data: tuple[str, ...], model: str, longest: int, trust_remote_code: bool = False
+    data: tuple[str, ...],
+    model: str,
+    longest: int,
+    trust_remote_code: bool = False,
 ) -> list[Prompt]:
     """The prompts of all records in files; of each category and each long text one
     after the other in turn.
@@ -53,7 +56,9 @@ def read_prompts(
                 model, trust_remote_code=trust_remote_code
             )
         category = str(record.get("category", ""))
-        for number, ids in enumerate(prompts_of(record, place, tokenizer, longest)):
+        for number, ids in enumerate(
+            prompts_of(record, place, tokenizer, longest)
+        ):
             if SHORTEST <= len(ids) <= longest:
                 # The first pieces of all texts come before the second ones
                 turn = number
@@ -74,7 +79,9 @@ def read_prompts(
 def read_records(data: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], str]]:
     for path in data:
         if not Path(path).is_file():
-            raise BenchError(f"--data: there is no file {path}; give .jsonl files")
+            raise BenchError(
+                f"--data: there is no file {path}; give .jsonl files"
+            )
         with open(path, encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
@@ -108,7 +115,9 @@ def prompts_of(
     if isinstance(record.get("text"), str):
         ids = tokenizer(record["text"], add_special_tokens=False)["input_ids"]
         starts = range(0, max(1, len(ids) - longest + 1), STRIDE * longest)
-        pieces = [tokenizer.decode(ids[start : start + longest]) for start in starts]
+        pieces = [
+            tokenizer.decode(ids[start : start + longest]) for start in starts
+        ]
         return [tokenizer(piece)["input_ids"][:longest] for piece in pieces]
     raise BenchError(
         f"{place} has none of prompt_token_ids, messages, prompt and text; give one "

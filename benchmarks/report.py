@@ -50,7 +50,9 @@ class Estimate(NamedTuple):
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
-def bootstrap(statistic: Callable[..., Any], *values: Sequence[float]) -> Estimate:
+def bootstrap(
+    statistic: Callable[..., Any], *values: Sequence[float]
+) -> Estimate:
     """A statistic of columns of n values, and its interval when the rows are resampled.
 
     Args:
@@ -103,7 +105,9 @@ def speeds(run: Run, name: str, batch: int) -> dict[Any, float]:
 def speed_up(run: Run, name: str, batch: int) -> Estimate | None:
     """Over vLLM alone in the same round; None without turns."""
     base = speeds(run, BASE, batch)
-    ratios = [speed / base[place] for place, speed in speeds(run, name, batch).items()]
+    ratios = [
+        speed / base[place] for place, speed in speeds(run, name, batch).items()
+    ]
     return bootstrap(median, ratios) if ratios else None
 
 
@@ -243,7 +247,9 @@ def rows_table(data: dict[str, Any]) -> str:
     """The rows of any other file of results, as they are stored."""
     rows = data["rows"]
     header = list(dict.fromkeys(name for row in rows for name in row))
-    return markdown(header, [[row.get(name, "-") for name in header] for row in rows])
+    return markdown(
+        header, [[row.get(name, "-") for name in header] for row in rows]
+    )
 
 
 def section(path: Path) -> str:

@@ -52,7 +52,10 @@ def systems_of(options: DecodeOptions) -> list[System]:
     drafts = options.drafts or DRAFTS
     if "ppd" in options.plain:
         systems.append(
-            System("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts})
+            System(
+                "ppd, no heads",
+                {"method": "ppd", "num_speculative_tokens": drafts},
+            )
         )
     if "ngram" in options.plain:
         lookup = {
@@ -86,7 +89,9 @@ def from_heads(folder: str, drafts: int | None) -> System:
     most = load_config(folder).max_drafts
     config: dict[str, Any] = {"model": folder}
     if drafts is not None:
-        config["num_speculative_tokens"] = drafts if most is None else min(drafts, most)
+        config["num_speculative_tokens"] = (
+            drafts if most is None else min(drafts, most)
+        )
     return System(Path(folder).name, config)
 
 
@@ -98,7 +103,8 @@ def from_eagle(folder: str, drafts: int) -> System:
         )
     method = "eagle3" if "eagle3" in config.read_text().lower() else "eagle"
     return System(
-        method, {"method": method, "model": folder, "num_speculative_tokens": drafts}
+        method,
+        {"method": method, "model": folder, "num_speculative_tokens": drafts},
     )
 
 
@@ -135,7 +141,9 @@ def worker_groups(options: DecodeOptions) -> list[System]:
     for candidates in options.group:
         systems.append(
             System(
-                f"group, k = {candidates}", config | {"candidates": candidates}, STAGES
+                f"group, k = {candidates}",
+                config | {"candidates": candidates},
+                STAGES,
             )
         )
     systems.append(System("TP 2", None, {"tensor_parallel_size": 2}))

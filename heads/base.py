@@ -83,7 +83,9 @@ class HeadsConfig(BaseModel, ABC):
     ] = ()  # safetensors files of further tensors, if any
 
     verifier: str = Field(
-        validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
+        validation_alias=AliasPath(
+            "speculators_config", "verifier", "name_or_path"
+        ),
         min_length=1,
         max_length=4096,
         description="name or path of the target",

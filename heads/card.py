@@ -15,14 +15,14 @@ from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 
 NAME = "README.md"
-BEGIN = (
-    "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
-)
+BEGIN = "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
 END = "<!-- vllm-ppd: end -->"
 
 
 def write_card(
-    folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None
+    folder: str | os.PathLike[str],
+    config: HeadsConfig,
+    calibration: str | None = None,
 ) -> None:
     """Write the model card, or rewrite the part between its marks; what a user wrote
     around them stays.

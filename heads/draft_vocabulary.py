@@ -24,7 +24,9 @@ def columns(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The index of each token of the vocabulary among some token ids, -1 if it is not
     one: [vocabulary] int64.
     """
-    places = torch.full((vocab_size,), -1, dtype=torch.int64, device=token_ids.device)
+    places = torch.full(
+        (vocab_size,), -1, dtype=torch.int64, device=token_ids.device
+    )
     places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
     return places
 

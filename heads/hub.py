@@ -17,7 +17,9 @@ from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.text import quoted
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
-_token: ContextVar[str | bool | None] = ContextVar("vllm_ppd_hub_token", default=None)
+_token: ContextVar[str | bool | None] = ContextVar(
+    "vllm_ppd_hub_token", default=None
+)
 
 
 class HubName(NamedTuple):
@@ -27,7 +29,9 @@ class HubName(NamedTuple):
     revision: str | None = None
 
     def __str__(self) -> str:
-        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        return (
+            self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+        )
 
 
 def hub_name(name: str | os.PathLike[str]) -> HubName | None:
@@ -71,13 +75,17 @@ def folder_of(name: str | os.PathLike[str], file: str) -> str:
         return os.fspath(name)
     with _errors_in_a_line(repository):
         path = hf_hub_download(
-            repository.repo, file, revision=repository.revision, token=_token.get()
+            repository.repo,
+            file,
+            revision=repository.revision,
+            token=_token.get(),
         )
     return os.path.dirname(path)
 
 
 def whole_folder(
-    name: str | os.PathLike[str], files: Sequence[str] = ("*.json", "*.safetensors")
+    name: str | os.PathLike[str],
+    files: Sequence[str] = ("*.json", "*.safetensors"),
 ) -> str:
     """The folder of heads on this disk, with all of their files.
 
@@ -110,7 +118,9 @@ def cached(name: str | os.PathLike[str], file: str) -> str | None:
     repository = hub_name(name)
     if repository is None:
         return None
-    path = try_to_load_from_cache(repository.repo, file, revision=repository.revision)
+    path = try_to_load_from_cache(
+        repository.repo, file, revision=repository.revision
+    )
     return path if isinstance(path, str) else None
 
 

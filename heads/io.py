@@ -19,7 +19,12 @@ from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.files import named, read_json_object, write_tensors, write_text
+from vllm_ppd.heads.files import (
+    named,
+    read_json_object,
+    write_tensors,
+    write_text,
+)
 from vllm_ppd.heads.hub import folder_of, whole_folder
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.measured import Parts
@@ -116,16 +121,25 @@ def load_tensors(
             for name, shape in config.shapes().items()
         }
         config.check_counts(
-            {name: tensors[name].numpy() for name in tensors if config.is_count(name)}
+            {
+                name: tensors[name].numpy()
+                for name in tensors
+                if config.is_count(name)
+            }
         )
     except ValueError as error:
         where = named(Path(folder, WEIGHTS_NAME))
-        raise HeadsError(f"{where}: {error}; train or copy the heads again") from None
+        raise HeadsError(
+            f"{where}: {error}; train or copy the heads again"
+        ) from None
     return config, tensors
 
 
 def _checked_tensor(
-    config: HeadsConfig, name: str, shape: list[int], stored: dict[str, torch.Tensor]
+    config: HeadsConfig,
+    name: str,
+    shape: list[int],
+    stored: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """A tensor of the configuration.
 
@@ -138,7 +152,9 @@ def _checked_tensor(
     tensor = stored[found[0]]
     what = f"tensor {quoted(found[0])}"
     if list(tensor.shape) != shape:
-        raise ValueError(f"{what} has shape {list(tensor.shape)}, expected {shape}")
+        raise ValueError(
+            f"{what} has shape {list(tensor.shape)}, expected {shape}"
+        )
     is_count = config.is_count(name)
     dtypes = ("int32", "int64") if is_count else config.dtypes
     dtype = str(tensor.dtype).removeprefix("torch.")

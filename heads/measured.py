@@ -13,7 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Number = Annotated[int, Field(ge=1, le=10**9, strict=False)]  # JSON's keys are strings
+Number = Annotated[
+    int, Field(ge=1, le=10**9, strict=False)
+]  # JSON's keys are strings
 T = TypeVar("T")
 
 
@@ -26,7 +28,9 @@ class Stored(BaseModel):
 class Timing(Stored):
     """What gives the cost of drafts relative to a pass of the target."""
 
-    lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
+    lm_head_share: (
+        Share  # h: a read of the LM head relative to a full pass, batch 1
+    )
     # A d x d matrix relative to a decoder layer; missing in early calibrations
     transform_in_layers: Amount = 0.0
 
@@ -105,4 +109,8 @@ class Setting(NamedTuple):
         """Work of a cycle in full passes at batch 1, where memory bandwidth is the
         limit; h is the LM head's share.
         """
-        return 1 + self.layers * (1 - head_share) / num_layers + head_share * self.reads
+        return (
+            1
+            + self.layers * (1 - head_share) / num_layers
+            + head_share * self.reads
+        )

@@ -63,7 +63,9 @@ def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
     return name if is_found else os.path.abspath(name)
 
 
-def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -> None:
+def check_reachable(
+    target: str, folder: str | os.PathLike[str], instead: str
+) -> None:
     """Refuse a target that is not on this disk and cannot be a name on the Hub
     (offline: is not in its cache).
 
@@ -163,7 +165,9 @@ def _lm_head_hash(folder: Path) -> str | None:
         dtype = rows.get_dtype()
         if dtype not in DTYPES:
             return None
-        ends = torch.cat([rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]])
+        ends = torch.cat(
+            [rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]]
+        )
     values = ends.float().numpy().tobytes()
     return hashlib.sha256(f"{shape} {dtype}".encode() + values).hexdigest()
 
@@ -205,7 +209,9 @@ def check_target(
             problem = f"{field} is {ours} there, but {theirs} in this model"
             raise HeadsError(f"{other}: {problem}; {instead}")
     if _differ(config.fingerprint.vocabulary, fingerprint.vocabulary):
-        raise HeadsError(f"{other}: the hash of its vocabulary differs; {instead}")
+        raise HeadsError(
+            f"{other}: the hash of its vocabulary differs; {instead}"
+        )
     layer = config.layer_shapes
     expected = None if layer is None else decoder_layer(target)
     if layer is not None and expected is not None:
@@ -276,12 +282,17 @@ def decoder_layer(target: Any) -> Shapes | None:
 
     target = copy.deepcopy(target)
     if hasattr(target, "quantization_config"):
-        del target.quantization_config  # heads are not quantised, even if the target is
+        del (
+            target.quantization_config
+        )  # heads are not quantised, even if the target is
     try:
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(target).base_model.layers
-    except Exception:  # of any family's code; loading the model reports what is wrong
+    except (
+        Exception
+    ):  # of any family's code; loading the model reports what is wrong
         return None
     return {
-        name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()
+        name: list(tensor.shape)
+        for name, tensor in layers[-1].state_dict().items()
     }

@@ -20,7 +20,9 @@ def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
     """A text on one line of at most `most` characters, with its middle left out if it is longer."""
     line = " ".join(text.split())
     # A terminal obeys control sequences.
-    line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    line = "".join(
+        char if char.isprintable() else ascii(char)[1:-1] for char in line
+    )
     if len(line) <= most:
         return line
     head = (most - 3) * 2 // 3
@@ -74,7 +76,9 @@ def in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {in_words(item)}" for name, item in value.items())
+        return ", ".join(
+            f"{name}: {in_words(item)}" for name, item in value.items()
+        )
     if isinstance(value, list):
         return ", ".join(map(in_words, value))
     return str(value)
@@ -87,7 +91,9 @@ def percent(value: float) -> str:
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table of names, on the left, and numbers."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    first, *others = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    first, *others = [
+        max(3, *map(len, column)) for column in zip(*cells, strict=True)
+    ]
     lines = []
     for name, *numbers in cells:
         lines.append([name.ljust(first), *map(str.rjust, numbers, others)])

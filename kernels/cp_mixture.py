@@ -11,7 +11,12 @@ natural.
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import INVALID, Sampling, at_least_float32, draw_rows
+from vllm_ppd.kernels.sampling import (
+    INVALID,
+    Sampling,
+    at_least_float32,
+    draw_rows,
+)
 
 # Floor of an expert's log-probability of a token; it keeps the weights finite where
 # experts rule the token out.

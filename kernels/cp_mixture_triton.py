@@ -138,7 +138,9 @@ def _advance(
         token = tl.load(tokens + draft)
     else:
         part = tl.arange(0, PARTS)
-        keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
+        keys = tl.load(
+            best + row * parts + part, mask=part < parts, other=NOTHING
+        )
         key = tl.max(keys, axis=0)
         finite = tl.abs(values_of(key)) < INF
         token = tl.where(finite, columns_of(key), INVALID)
@@ -172,7 +174,11 @@ def draft_chain(
     the lowest id.
     """
     lead = 0 if first_token is None else 1
-    if logits.dtype == torch.float64 or len(logits) == 0 or logits.shape[1] == lead:
+    if (
+        logits.dtype == torch.float64
+        or len(logits) == 0
+        or logits.shape[1] == lead
+    ):
         return cp_mixture.draft_chain(
             log_weights, logits, first_token, sampling, token_ids
         )

@@ -31,20 +31,27 @@ def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
     It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is
     not 0; else the reference.
     """
-    return cast("Callable[P, R]", namesake(reference)) if enabled(tensor) else reference
+    return (
+        cast("Callable[P, R]", namesake(reference))
+        if enabled(tensor)
+        else reference
+    )
 
 
 def enabled(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels may run on a tensor in this process."""
     wanted = os.environ.get(SWITCH, "1")
-    return (tensor.is_cuda or wanted == "always") and wanted != "0" and _installed()
+    return (
+        (tensor.is_cuda or wanted == "always") and wanted != "0" and _installed()
+    )
 
 
 @cache
 def namesake(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Import Triton and return its implementation of a reference."""
     return getattr(
-        importlib.import_module(f"{reference.__module__}_triton"), reference.__name__
+        importlib.import_module(f"{reference.__module__}_triton"),
+        reference.__name__,
     )
 
 

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import INVALID, Sampling, draw_as, is_greedy, truncated
+from vllm_ppd.kernels.sampling import (
+    INVALID,
+    Sampling,
+    draw_as,
+    is_greedy,
+    truncated,
+)
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -134,7 +140,9 @@ def find_peaks(
     """
     joints: list[torch.Tensor] = []
     product = top.scores.new_ones(top.ids.shape[1])
-    first = [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
+    first = (
+        [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
+    )
     for order, head in enumerate([*first, *top.scores], start=1):
         probs = torch.softmax(head, dim=-1)
         product = product.unsqueeze(-1) * _on_axis(probs, order - 1, order)
@@ -156,7 +164,9 @@ def peaks_of(joints: list[torch.Tensor]) -> Peaks:
     )
 
 
-def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
+def back_off(
+    peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float
+) -> Likeliest:
     """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1),
     else one token (Algorithm 1).
 
@@ -186,7 +196,9 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
     order_places = peaks.places.gather(-1, best.indices).squeeze(-1)
     place = order_places.gather(0, taken_order).squeeze(0)
     total = totals.gather(0, taken_order).squeeze(0)
-    places = torch.zeros(len(eps), len(totals), dtype=torch.int64, device=eps.device)
+    places = torch.zeros(
+        len(eps), len(totals), dtype=torch.int64, device=eps.device
+    )
     tokens = torch.full_like(places, -1)
     for i, ids in reversed([*enumerate(top.token_ids)]):
         taken = i < order
@@ -208,7 +220,9 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int) -> torch.Tensor:
     if kernel_size == 1:
         return joint
     half = kernel_size // 2
-    sigma = 0.3 * (half - 1) + 0.8  # image libraries' value for a kernel of this size
+    sigma = (
+        0.3 * (half - 1) + 0.8
+    )  # image libraries' value for a kernel of this size
     offsets = torch.arange(-half, half + 1, device=joint.device)
     weights = torch.softmax(-(offsets**2) / (2 * sigma**2), dim=0)
     for axis in range(1, joint.dim()):
@@ -242,7 +256,9 @@ def otsu_threshold(values: torch.Tensor) -> torch.Tensor:
     counts = ones.new_zeros(len(values), BINS)
     counts.scatter_add_(1, index.clamp(0, BINS - 1), ones)
     centres = torch.arange(BINS, device=values.device) + 0.5
-    below = counts.cumsum(1)[:, :-1]  # entries under cut i, which lies before bin i + 1
+    below = counts.cumsum(1)[
+        :, :-1
+    ]  # entries under cut i, which lies before bin i + 1
     mass = (counts * centres).cumsum(1)
     total = values.shape[1]
     # The classes' means differ by pull / (below * above), and the variance is below *
@@ -311,7 +327,10 @@ def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
 
 
 def cut(
-    joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool
+    joints: Sequence[torch.Tensor],
+    likeliest: Likeliest,
+    blur: int,
+    adaptive: bool,
 ) -> list[torch.Tensor]:
     """Divide the joint of each order by its sum and apply the thresholds; valid only in
     rows of that order.
@@ -332,7 +351,9 @@ def conditional(
     """
     rows = torch.arange(len(order), device=order.device)
     position = before.shape[1]
-    result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
+    result = torch.zeros(
+        len(order), joints[position].shape[-1], device=order.device
+    )
     for m, joint in enumerate(joints[position:], start=position + 1):
         weights = joint[(rows, *before.unbind(1))]
         if weights.dim() > 2:

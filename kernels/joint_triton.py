@@ -173,7 +173,9 @@ def _back_off(
         sums = tl.load(peaks.sums + at, mask=part < parts, other=0.0)
         mass = tl.sum(sums, axis=0)
         value = tl.load(peaks.entries + at, mask=part < parts, other=-INF)
-        place = tl.load(peaks.places + at, mask=part < parts, other=0).to(tl.int32)
+        place = tl.load(peaks.places + at, mask=part < parts, other=0).to(
+            tl.int32
+        )
         keys = tl.where(part < parts, pack(value, place), NOTHING)
         best = tl.max(keys, axis=0)
         if below == 0:
@@ -201,7 +203,9 @@ def _back_off(
         place = tl.where(taken, entry % K, 0)
         entry = tl.where(taken, entry // K, entry)
         token = tl.load(top.ids + (axis * rows + row) * K + place)
-        tl.store(likeliest.tokens + line + GIVEN + axis, tl.where(taken, token, -1))
+        tl.store(
+            likeliest.tokens + line + GIVEN + axis, tl.where(taken, token, -1)
+        )
         tl.store(likeliest.places + line + GIVEN + axis, place)
 
 
@@ -214,7 +218,9 @@ def find_peaks(
     orders = heads + given
     shape = (orders, rows, triton.cdiv(k**heads, BLOCK))
     sums = torch.empty(shape, dtype=torch.float32, device=top.ids.device)
-    peaks = Peaks(sums, torch.empty_like(sums), torch.empty_like(sums, dtype=INT64))
+    peaks = Peaks(
+        sums, torch.empty_like(sums), torch.empty_like(sums, dtype=INT64)
+    )
     joints = []
     for order in range(1, orders + 1):
         if with_joints:
@@ -238,7 +244,9 @@ def find_peaks(
     return peaks, joints
 
 
-def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
+def back_off(
+    peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float
+) -> Likeliest:
     """Same as the reference."""
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
@@ -272,7 +280,9 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
 
 BLOCK_R = 16  # entries at a time per candidate
 MOST_HEADS = 3
-EDGE = math.exp(-1 / (2 * 0.8**2))  # the edge of a Gaussian of size 3 whose centre is 1
+EDGE = math.exp(
+    -1 / (2 * 0.8**2)
+)  # the edge of a Gaussian of size 3 whose centre is 1
 
 
 @triton.jit
@@ -335,7 +345,9 @@ def _threshold(
         entry = start + tl.arange(0, BLOCK)
         inside = entry < size
         above = tl.load(blurred + entry, mask=inside, other=0.0) - least
-        index = (_divided(tl.where(inside, above, 0.0), width) * BINS).to(tl.int32)
+        index = (_divided(tl.where(inside, above, 0.0), width) * BINS).to(
+            tl.int32
+        )
         counts += tl.histogram(_near(index, BINS), BINS, mask=inside)
     count = counts.to(tl.float64)
     bins = tl.arange(0, BINS)

@@ -111,7 +111,9 @@ def _follow(
     safe_row = tl.maximum(tl.load(rows + request), 0)
     last = tl.load(lengths + safe_row) - 1
     block = tl.arange(0, BLOCKS)
-    score = tl.load(scores + request * blocks + block, mask=block < blocks, other=0)
+    score = tl.load(
+        scores + request * blocks + block, mask=block < blocks, other=0
+    )
     best = tl.max(score)
     agreeing = best // (window + 1)
     tl.store(matched + request, agreeing.to(tl.int32))
@@ -119,7 +121,11 @@ def _follow(
     place = tl.arange(0, PLACES)
     source = last - distance + 1 + place % distance
     followed = place < tl.where(agreeing > 0, K, 0)
-    token = tl.load(token_ids + safe_row * stride + source, mask=followed, other=0)
+    token = tl.load(
+        token_ids + safe_row * stride + source, mask=followed, other=0
+    )
     tl.store(
-        drafts + request * drafts_stride + place, token.to(tl.int64), mask=followed
+        drafts + request * drafts_stride + place,
+        token.to(tl.int64),
+        mask=followed,
     )

@@ -22,7 +22,9 @@ class Sampling(NamedTuple):
     (exponential).
     """
 
-    temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
+    temperature: (
+        torch.Tensor
+    )  # [rows] float32; below 1e-5 the row takes the best token
     top_k: torch.Tensor  # [rows], at least the vocabulary's size: no limit
     top_p: torch.Tensor  # [rows] float32 in (0, 1]
     seeds: torch.Tensor  # [rows] int64

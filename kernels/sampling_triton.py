@@ -189,7 +189,9 @@ def _draw(
     share = tl.load(sampling.top_p + row)
     if finite & (share < 1.0):
         wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
-        least = _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST)
+        least = _least(
+            line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST
+        )
         floor = tl.maximum(floor, least)
     seed = tl.load(sampling.seeds + row)
     position = tl.load(sampling.positions + row) + number
@@ -201,7 +203,9 @@ def _draw(
         outside = tl.exp(score) < floor
         ids = column.to(tl.int64)
         if token_ids is not None:
-            ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
+            ids = tl.load(
+                token_ids + row * ids_stride + column, mask=inside, other=0
+            )
         # In log space: weights underflow float32 at low temperatures.
         score = score - tl.log(exponential(seed, position, ids))
         # NaN is not outside.
@@ -209,11 +213,15 @@ def _draw(
         race = tl.maximum(race, tl.where(runs, pack(score, column), NOTHING))
     drawn = columns_of(tl.max(race, axis=0))
     token = tl.where(cold, token, drawn)
-    tl.store(tokens + row * token_stride + number, tl.where(finite, token, INVALID))
+    tl.store(
+        tokens + row * token_stride + number, tl.where(finite, token, INVALID)
+    )
 
 
 def draw_rows(
-    logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None
+    logits: torch.Tensor,
+    sampling: Sampling,
+    token_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
     tokens = torch.empty(len(logits), 1, dtype=torch.int64, device=logits.device)

@@ -35,13 +35,17 @@ class Staged(NamedTuple):
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
     # [requests] int64, the step's token whose state gave the newest token
     places: torch.Tensor
-    positions: torch.Tensor  # [requests] int64, of the newest token; 0 for padding
+    positions: (
+        torch.Tensor
+    )  # [requests] int64, of the newest token; 0 for padding
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32
     seeds: torch.Tensor  # [requests] int64
 
 
-def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
+def stage(
+    end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int
+) -> None:
     """Gather the drafting inputs of the step's requests, and mark the padding after
     them.
 

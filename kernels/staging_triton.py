@@ -44,19 +44,25 @@ def _stage(
         tl.store(staged.seeds + place, tl.load(end.seeds + row))
         setting = tl.arange(0, COLUMNS)
         real = setting < SETTINGS
-        values = tl.load(settings + row * SETTINGS + setting, mask=real, other=0.0)
+        values = tl.load(
+            settings + row * SETTINGS + setting, mask=real, other=0.0
+        )
         columns = staged.settings + setting * settings_stride
         tl.store(columns + place, values, mask=real)
         for start in range(0, size, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < size
             state = tl.load(
-                end.hidden + token * hidden_stride + column, mask=inside, other=0.0
+                end.hidden + token * hidden_stride + column,
+                mask=inside,
+                other=0.0,
             )
             tl.store(staged.hidden + place * size + column, state, mask=inside)
 
 
-def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
+def stage(
+    end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int
+) -> None:
     """Same as the reference."""
     columns = settings.shape[1]
     _stage[(padded,)](

@@ -117,7 +117,9 @@ def top_log_probs(
         logits = _logits(states[part], unembedding, bias)
         best = logits.topk(k, dim=-1)
         ids.append(best.indices)
-        log_probs.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
+        log_probs.append(
+            best.values - torch.logsumexp(logits, dim=-1, keepdim=True)
+        )
     return torch.cat(ids), torch.cat(log_probs)
 
 
@@ -150,7 +152,9 @@ class _KLToTeacher(torch.autograd.Function):
                 divergence[index, part] = negative_entropy + cross_entropy
                 if ctx.needs_input_grad[0]:
                     difference = logits.sub_(total[:, None]).exp_().sub_(p)
-                    gradient[index, part] = difference.to(gradient.dtype) @ unembedding
+                    gradient[index, part] = (
+                        difference.to(gradient.dtype) @ unembedding
+                    )
         ctx.save_for_backward(gradient)
         ctx.dtype = students.dtype
         ctx.mark_non_differentiable(match)
@@ -159,7 +163,13 @@ class _KLToTeacher(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return (grads[0][..., None] * gradient).to(ctx.dtype), None, None, None, None
+        return (
+            (grads[0][..., None] * gradient).to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def kl_to_teacher(

@@ -75,7 +75,9 @@ class Adapter(ABC):
         """Run consecutive layers."""
 
     @abstractmethod
-    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         """The target's final norm: [tokens, hidden]. May overwrite its inputs."""
 
     @abstractmethod
@@ -152,7 +154,9 @@ class Stack(nn.Module):
         for start, stop in itertools.pairwise(bounds):
             state = self.adapter.run(self.layers[start:stop], positions, *state)
             if stop < len(self.layers):
-                tapped.append(summed(state))  # vLLM's norms overwrite their inputs
+                tapped.append(
+                    summed(state)
+                )  # vLLM's norms overwrite their inputs
         output = self.adapter.norm(*state) if self.is_last else state
         return (output, *tapped) if tapped else output
 
@@ -166,7 +170,9 @@ class FirstStack(Stack):
         return self.run(positions, self.adapter.embed(input_ids), None)
 
 
-def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
+def compiled_stack(
+    base: type[Stack], vllm_config: VllmConfig, **kwargs: Any
+) -> Stack:
     """Build a stack with vLLM's compilation support.
 
     vLLM keys compiled code by class and code object; two stacks of one class would run
@@ -182,7 +188,9 @@ def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) ->
     del tokens_first["self"]
     cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
     cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)
-    with set_model_tag(name):  # a cache folder of its own, and a name in vLLM's log
+    with set_model_tag(
+        name
+    ):  # a cache folder of its own, and a name in vLLM's log
         return cls(vllm_config=vllm_config, **kwargs)
 
 

@@ -105,7 +105,10 @@ class BranchedModel(ModelCut):
         self.branch_hidden: torch.Tensor | None = None
 
     def add_branches(
-        self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor
+        self,
+        layers: Sequence[nn.Module],
+        vllm_config: VllmConfig,
+        hidden: torch.Tensor,
     ) -> None:
         """Run further layers in every forward.
 
@@ -136,13 +139,17 @@ class BranchedModel(ModelCut):
     ) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         embeddings = self.embeddings(input_ids, inputs_embeds)
-        output, before = self.start(self.stacks[0], input_ids, positions, embeddings)
+        output, before = self.start(
+            self.stacks[0], input_ids, positions, embeddings
+        )
         if self.branches is not None and self.branch_hidden is not None:
             if self.graph_buffers is not None:
                 # The branches' CUDA graphs may reuse the memory of the target's last
                 # graph.
                 output = output.clone()
-            states = self.branches(positions, *self.in_graph_buffers((before, None)))
+            states = self.branches(
+                positions, *self.in_graph_buffers((before, None))
+            )
             for hidden, state in zip(self.branch_hidden, states, strict=True):
                 hidden[: len(state)].copy_(state)
         return output

@@ -22,7 +22,9 @@ def kernels_first() -> Iterator[None]:
         for op in _norms() if current_platform.is_cuda_alike() else ():
             priority = op.get_priority()
             if KERNEL in op.impls and priority[:1] != [KERNEL]:
-                undo.enter_context(op.set_priority([KERNEL, *(priority or ["native"])]))
+                undo.enter_context(
+                    op.set_priority([KERNEL, *(priority or ["native"])])
+                )
         yield
 
 

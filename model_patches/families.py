@@ -62,4 +62,6 @@ def adapter_path(architectures: list[str] | None) -> str:
     unknown = ", ".join(architectures or ["(no architecture)"])
     known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
     instead = f"supported families: {known}; or use CP heads without --layers"
-    raise ValueError(f"model family {unknown} cannot be cut at a layer; {instead}")
+    raise ValueError(
+        f"model family {unknown} cannot be cut at a layer; {instead}"
+    )

@@ -34,5 +34,7 @@ class GraniteAdapter(LlamaLikeAdapter):
             hidden = layer(positions, hidden)
         return hidden, None
 
-    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         return self.decoder.norm(hidden)

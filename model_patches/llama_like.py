@@ -41,7 +41,9 @@ class LlamaLikeAdapter(Adapter):
             )
         return hidden, residual
 
-    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         return self.decoder.norm(hidden, residual)[0]
 
     def replace_forward(self, cut: ModelCut) -> None:

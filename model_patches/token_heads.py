@@ -65,7 +65,9 @@ def _prefix_of(adapter: Adapter, layer: nn.Module) -> str:
     return name.rpartition(".")[0]
 
 
-def _build(cls: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
+def _build(
+    cls: type[nn.Module], vllm_config: VllmConfig, prefix: str
+) -> nn.Module:
     """Build a layer, from vLLM's whole configuration or from three parts of it, as its
     class requires.
     """
@@ -80,7 +82,9 @@ def _build(cls: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Mod
     )
 
 
-def _load(layer: nn.Module, weights: dict[str, torch.Tensor], decoder: Any) -> None:
+def _load(
+    layer: nn.Module, weights: dict[str, torch.Tensor], decoder: Any
+) -> None:
     loaded = AutoWeightsLoader(layer).load_weights(
         weights.items(), mapper=getattr(decoder, "hf_to_vllm_mapper", None)
     )

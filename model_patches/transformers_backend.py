@@ -28,7 +28,9 @@ class TransformersAdapter(Adapter):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.final_norm: nn.Module = next(
-            getattr(self.decoder, name) for name in NORMS if hasattr(self.decoder, name)
+            getattr(self.decoder, name)
+            for name in NORMS
+            if hasattr(self.decoder, name)
         )
         # OLMo 3 has separate rotary embeddings for sliding-window and full-attention
         # layers.
@@ -67,7 +69,9 @@ class TransformersAdapter(Adapter):
             )
         return batch[0], None
 
-    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def norm(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         return self.final_norm(hidden)
 
     def replace_forward(self, cut: ModelCut) -> None:

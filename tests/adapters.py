@@ -21,11 +21,11 @@ def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in (*MODULES, "lm_head"):
-            tensors[f"base_model.model.{module}.lora_A.weight"] = scale * torch.randn(
-                RANK, weight.shape[1]
+            tensors[f"base_model.model.{module}.lora_A.weight"] = (
+                scale * torch.randn(RANK, weight.shape[1])
             )
-            tensors[f"base_model.model.{module}.lora_B.weight"] = scale * torch.randn(
-                weight.shape[0], RANK
+            tensors[f"base_model.model.{module}.lora_B.weight"] = (
+                scale * torch.randn(weight.shape[0], RANK)
             )
         elif module.endswith("embed_tokens"):
             tensors[f"base_model.model.{module}.lora_embedding_A"] = (

@@ -38,7 +38,12 @@ def generate(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
 
 def greedy(max_tokens: int = 40, **settings: Any) -> SamplingParams:
     return SamplingParams(
-        **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **settings}
+        **{
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            **settings,
+        }
     )
 
 
@@ -72,7 +77,9 @@ def batch_16(llm: Any) -> Any:
 
 def mixed_lengths(llm: Any) -> Any:
     """Requests that end at different steps, so that the batch shrinks and rows move."""
-    return generate(llm, prompts(12), [greedy(max_tokens=3 + 5 * i) for i in range(12)])
+    return generate(
+        llm, prompts(12), [greedy(max_tokens=3 + 5 * i) for i in range(12)]
+    )
 
 
 def more_than_fit(llm: Any) -> Any:
@@ -83,7 +90,9 @@ def more_than_fit(llm: Any) -> Any:
 
 
 def token_limits(llm: Any) -> Any:
-    return [generate(llm, prompts(4), greedy(max_tokens=n)) for n in (1, 2, 3, 4, 5)]
+    return [
+        generate(llm, prompts(4), greedy(max_tokens=n)) for n in (1, 2, 3, 4, 5)
+    ]
 
 
 def model_length(llm: Any) -> Any:
@@ -107,17 +116,25 @@ def stop_strings(llm: Any) -> Any:
     free = llm.generate(prompts(6), greedy(), use_tqdm=False)
     # The seventh to ninth character of each output: a stop that falls anywhere within a
     # run of drafts.
-    stops = [greedy(stop=[output.outputs[0].text[6:9] or "zz"]) for output in free]
+    stops = [
+        greedy(stop=[output.outputs[0].text[6:9] or "zz"]) for output in free
+    ]
     outputs = llm.generate(prompts(6), stops, use_tqdm=False)
     return [
-        (o.outputs[0].text, list(o.outputs[0].token_ids), o.outputs[0].stop_reason)
+        (
+            o.outputs[0].text,
+            list(o.outputs[0].token_ids),
+            o.outputs[0].stop_reason,
+        )
         for o in outputs
     ]
 
 
 def structured_output(llm: Any) -> Any:
     params = greedy(
-        60, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA)
+        60,
+        ignore_eos=False,
+        structured_outputs=StructuredOutputsParams(json=SCHEMA),
     )
     outputs = llm.generate(
         prompts(4, 20), [params, greedy(), params, greedy()], use_tqdm=False
@@ -151,8 +168,15 @@ def logprobs(llm: Any) -> Any:
         assert len(chosen.logprobs) == len(chosen.token_ids)
         result.append(
             [
-                (token, sorted((t, round(entry.logprob, 3)) for t, entry in at.items()))
-                for token, at in zip(chosen.token_ids, chosen.logprobs, strict=True)
+                (
+                    token,
+                    sorted(
+                        (t, round(entry.logprob, 3)) for t, entry in at.items()
+                    ),
+                )
+                for token, at in zip(
+                    chosen.token_ids, chosen.logprobs, strict=True
+                )
             ]
         )
     return result
@@ -190,7 +214,8 @@ def arrivals_and_aborts(llm: Any) -> Any:
     """Requests that come every third step; two go in the middle of their decoding."""
     requests = prompts(10, 60)
     arrivals = {
-        3 * i: [(request, greedy(max_tokens=60))] for i, request in enumerate(requests)
+        3 * i: [(request, greedy(max_tokens=60))]
+        for i, request in enumerate(requests)
     }
     finished = run_arrivals(llm, arrivals, {8: "arrival-2", 17: "arrival-4"})
     assert len(finished) == 8
@@ -257,7 +282,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cut-off": {"method": "ppd", "exit_layer": 3, "disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
-    "cp-layers": {"method": "cp", "heads": ("cp", {**RECURRENT[1], "layers": (1, 3)})},
+    "cp-layers": {
+        "method": "cp",
+        "heads": ("cp", {**RECURRENT[1], "layers": (1, 3)}),
+    },
     "cp-recurrent-longer": {
         "method": "cp",
         "num_speculative_tokens": 5,

@@ -53,7 +53,13 @@ def main() -> None:
     def compile_only(
         self: Any, *args: Any, grid: Any, warmup: bool, **options: Any
     ) -> None:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = launch(
+            self,
+            *args,
+            grid=grid,
+            warmup=True,
+            **options,
+        )
         assert "cubin" in kernel.asm, self.__name__
         assert kernel.metadata.shared <= MOST_SHARED, self.__name__
         variants.add((self.__name__, kernel.hash))
@@ -67,9 +73,13 @@ def main() -> None:
     known = set(variants)
     for requests in (3, 16):
         serve(requests)
-    assert variants == known, f"compiled while serving: {sorted(variants - known)}"
+    assert variants == known, (
+        f"compiled while serving: {sorted(variants - known)}"
+    )
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
-    assert len(mixes) == 2, "not one variant of a chain's positions, greedy and sampled"
+    assert len(mixes) == 2, (
+        "not one variant of a chain's positions, greedy and sampled"
+    )
     print(*{name for name, _ in variants})
 
 
@@ -81,28 +91,66 @@ def sampling_of(requests: int) -> Sampling:
 
 def serve(requests: int) -> None:
     """Draft, verify and stage for so many requests."""
-    logits = torch.zeros(requests, 4, 3, 5000, dtype=torch.bfloat16)
+    logits = torch.zeros(
+        requests,
+        4,
+        3,
+        5000,
+        dtype=torch.bfloat16,
+    )
     weights = torch.zeros(requests, 3)
     places = torch.zeros(requests, dtype=torch.int64)
     token_ids = torch.arange(5000)
     sampling = sampling_of(requests)
     for how in (None, sampling):
-        cp_mixture_triton.draft_chain(weights, logits, places, how, token_ids)
+        cp_mixture_triton.draft_chain(
+            weights,
+            logits,
+            places,
+            how,
+            token_ids,
+        )
     sampling_triton.draw_rows(torch.zeros(requests, 5000), sampling, token_ids)
     joint(requests, 2, places)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     numbers = starts[:-1]
     hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
     settings = torch.zeros(6, 1024)
-    staged = Staged(places, places, places, places, hidden, settings, places)
+    staged = Staged(
+        places,
+        places,
+        places,
+        places,
+        hidden,
+        settings,
+        places,
+    )
     end = StepEnd(
         numbers, starts, numbers, numbers, places[:, None], places, hidden, places
     )
-    staging_triton.stage(end, torch.zeros(1025, 5), staged, requests)
-    sampling_triton.accept_drawn(places, places.int(), starts, 4)
+    staging_triton.stage(
+        end,
+        torch.zeros(1025, 5),
+        staged,
+        requests,
+    )
+    sampling_triton.accept_drawn(
+        places,
+        places.int(),
+        starts,
+        4,
+    )
     texts = Texts(torch.zeros(9, 4096, dtype=torch.int32), torch.zeros(9).int())
     found = torch.zeros(requests, 5, dtype=torch.int64)
-    lookup_triton.look_up(texts, places, 2, 8, 32768, numbers, found)
+    lookup_triton.look_up(
+        texts,
+        places,
+        2,
+        8,
+        32768,
+        numbers,
+        found,
+    )
 
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
@@ -119,9 +167,21 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
         (None, 1.0, True),
         (ngrams, 0.5, True),
     ):
-        peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
-    likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)
-    joint_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling_of(requests))
+        peaks, joints = joint_triton.find_peaks(
+            top,
+            table,
+            alpha_c,
+            with_joints,
+        )
+    likeliest = joint_triton.back_off(
+        peaks,
+        top,
+        torch.zeros(requests),
+        0.5,
+    )
+    joint_triton.draw_ngrams(
+        joints, likeliest, top, 3, True, sampling_of(requests)
+    )
 
 
 if __name__ == "__main__":

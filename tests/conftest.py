@@ -36,7 +36,9 @@ DEMO = ROOT / "benchmarks" / "demo" / "model"
 # Several pytest workers run at once: a core each, except for tests with ranks
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 CORES = sorted(os.sched_getaffinity(0))
-Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
+Factory = Callable[
+    ..., Any
+]  # a fixture that makes, or starts, what it is asked for
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -47,7 +49,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             ranks = "tests/distributed"
-            return ranks if nodeid.startswith(ranks) else super()._split_scope(nodeid)
+            return (
+                ranks
+                if nodeid.startswith(ranks)
+                else super()._split_scope(nodeid)
+            )
 
     return Scheduling(config, log)
 
@@ -79,15 +85,20 @@ def write_texts(path: Path, texts: Iterable[str]) -> Path:
 def patterned_texts(count: int, repeats: int) -> list[str]:
     """Texts with structure enough to be learnt in a few steps."""
     return [
-        f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats for i in range(count)
+        f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats
+        for i in range(count)
     ]
 
 
 def cells_of(table: str) -> list[list[str]]:
     """The cells of the Markdown table in a text, its header first."""
     lines = [line for line in table.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows if not all(set(cell) <= set("-:") for cell in row)]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines
+    ]
+    return [
+        row for row in rows if not all(set(cell) <= set("-:") for cell in row)
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -278,7 +289,9 @@ def alone(engine: Factory) -> Callable[..., Any]:
     """alone(case, **settings): what vLLM says to a case without speculation; it is asked once."""
     from cases import CASES
 
-    return functools.cache(lambda case, **settings: CASES[case](engine(**settings)))
+    return functools.cache(
+        lambda case, **settings: CASES[case](engine(**settings))
+    )
 
 
 def runner_of(llm: Any) -> Any:
@@ -360,7 +373,9 @@ def said(engine: Factory) -> Callable[..., list[list[int]]]:
         requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
         # Seeded, or what heads are fitted to would depend on the tests before.
         sampled = [
-            SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i)
+            SamplingParams(
+                temperature=0.8, max_tokens=12, ignore_eos=True, seed=i
+            )
             for i in range(48)
         ]
         outputs = engine(family=family).generate(
@@ -396,13 +411,20 @@ def fitted_heads(
             [
                 kind,
                 family,
-                *(f"{option}={value}" for option, value in sorted(options.items())),
+                *(
+                    f"{option}={value}"
+                    for option, value in sorted(options.items())
+                ),
             ]
         )
         folder = made_once(
             name,
             lambda folder: overfitted.fit(
-                tiny_model(family), kind, said(family), folder / "heads", **options
+                tiny_model(family),
+                kind,
+                said(family),
+                folder / "heads",
+                **options,
             ),
         )
         return str(folder / "heads")
@@ -438,10 +460,12 @@ def with_heads(
             else fitted_heads(kind, family, **how)
         )
         if target is not None:
-            made = overfitted.moved(made, target, tmp_path_factory.mktemp("heads"))
-        return {name: value for name, value in options.items() if name != "heads"} | {
-            "model": str(made)
-        }
+            made = overfitted.moved(
+                made, target, tmp_path_factory.mktemp("heads")
+            )
+        return {
+            name: value for name, value in options.items() if name != "heads"
+        } | {"model": str(made)}
 
     return get
 

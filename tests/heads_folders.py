@@ -62,7 +62,9 @@ def config_of(
     return ALL_KINDS[kind](**given | changes)
 
 
-def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
+def blank_tensors(
+    config: HeadsConfig, fill: float = 0.0
+) -> dict[str, torch.Tensor]:
     """Weights of one value, and the counts of a corpus that has every token once and
     each n-gram once.
     """
@@ -86,7 +88,12 @@ def make_heads(
     **changes: Any,
 ) -> Path:
     """Write a heads folder, its weights small."""
-    config = config_of(kind, model, sizes, **changes)
+    config = config_of(
+        kind,
+        model,
+        sizes,
+        **changes,
+    )
     save_heads(folder, config, blank_tensors(config, 0.01))
     return folder
 
@@ -107,9 +114,9 @@ def log_likelihood(
         hidden, tokens[..., None], unembedding, bias, context, chunk
     ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), conditional_log_probs(
-        weights, observed[..., None]
-    ).squeeze(-1)
+    return (weights + observed.sum(dim=1)).logsumexp(
+        dim=-1
+    ), conditional_log_probs(weights, observed[..., None]).squeeze(-1)
 
 
 def cp_head(
@@ -123,9 +130,14 @@ def cp_head(
     if unembedding is None:
         unembedding = torch.zeros(vocab, size)
     target = TargetLayers(
-        model_type="llama", hidden_size=size, vocab_size=vocab, num_hidden_layers=3
+        model_type="llama",
+        hidden_size=size,
+        vocab_size=vocab,
+        num_hidden_layers=3,
     )
-    config = CPConfig(verifier="m", target=target, num_speculative_tokens=1, **form)
+    config = CPConfig(
+        verifier="m", target=target, num_speculative_tokens=1, **form
+    )
     return CPHead(config, initial_tensors(config, unembedding, seed))
 
 
@@ -143,8 +155,18 @@ def draft(
     context = None if embeddings is None else embeddings[first][:, None]
     weights = head.log_weights(hidden, context)
     if not head.lead:
-        logits = head.logits(hidden, unembedding, bias, context)
-        return chosen(draft_chain, logits)(weights, logits, first, sampling)[0]
+        logits = head.logits(
+            hidden,
+            unembedding,
+            bias,
+            context,
+        )
+        return chosen(draft_chain, logits)(
+            weights,
+            logits,
+            first,
+            sampling,
+        )[0]
     assert unembedding is not None and embeddings is not None
     recurrence = head.recurrence()
     state = recurrence.start(hidden)
@@ -156,10 +178,17 @@ def draft(
         )
         return functional.linear(recurrence.experts(state), unembedding, bias)
 
-    return draft_in_sequence(weights, head.factors, read, sampling)
+    return draft_in_sequence(
+        weights,
+        head.factors,
+        read,
+        sampling,
+    )
 
 
-def corpus(seed: int = 0, documents: int = 12, vocab: int = 7) -> list[np.ndarray]:
+def corpus(
+    seed: int = 0, documents: int = 12, vocab: int = 7
+) -> list[np.ndarray]:
     """Token ids of documents of up to 30 tokens, some of them in hardly any."""
     rng = np.random.default_rng(seed)
     return [

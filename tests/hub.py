@@ -42,7 +42,9 @@ class Hub:
     def commit(self, repo: str, revision: str) -> str:
         return self.folders[repo, revision][0]
 
-    def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
+    def answer(
+        self, path: str, token: str | None
+    ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body."""
         match = PATH.fullmatch(path)
         assert match is not None, path
@@ -94,7 +96,9 @@ def running_hub(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             authorization = self.headers.get("Authorization")
             status, headers, body = hub.answer(path, authorization)
             self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+            for name, value in (
+                headers | {"Content-Length": str(len(body))}
+            ).items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":

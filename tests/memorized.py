@@ -13,7 +13,14 @@ import transformers as tf
 
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
-TOKENS = [USER, ASSISTANT, "<think>", "</think>", "<tool_call>", "</tool_call>"]
+TOKENS = [
+    USER,
+    ASSISTANT,
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+]
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -77,10 +84,20 @@ def make(folder: Path) -> None:
         loss.backward()
         optimizer.step()
     else:
-        raise RuntimeError(f"the answers are not memorized: loss {loss.item():.4f}")
+        raise RuntimeError(
+            f"the answers are not memorized: loss {loss.item():.4f}"
+        )
     model.eval().save_pretrained(folder / "model")
     model.generation_config.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    sequences = [tokenizer.encode(chat, add_special_tokens=False) for chat in chats]
+    sequences = [
+        tokenizer.encode(chat, add_special_tokens=False) for chat in chats
+    ]
     how = {"head": "classifier", "exit_layers": (1,)}
-    overfitted.fit(folder / "model", "early", sequences, folder / "heads", **how)
+    overfitted.fit(
+        folder / "model",
+        "early",
+        sequences,
+        folder / "heads",
+        **how,
+    )

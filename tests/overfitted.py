@@ -61,14 +61,18 @@ def fit(
     if kind in ("cp", "recurrent"):
         recipe.start_from(iter([packed(sequences)]))
         flat = packed(sequences).input_ids.flatten()
-        recipe.token_counts = torch.bincount(flat, minlength=target.vocab_size).int()
+        recipe.token_counts = torch.bincount(
+            flat, minlength=target.vocab_size
+        ).int()
     groups = [
         {"params": group["params"], "lr": group["peak"]}
         for group in recipe.groups(3e-3)
     ]
     optimiser = torch.optim.AdamW(groups)
     parts = [packed(sequences[first::4]) for first in range(4)]
-    states = {id(part): recipe.states(part) for part in parts}  # of a frozen target
+    states = {
+        id(part): recipe.states(part) for part in parts
+    }  # of a frozen target
     recipe.states = lambda batch: states[id(batch)]  # type: ignore[method-assign]
     for step in range(steps):
         loss, _ = recipe.loss(parts[step % 4])

@@ -23,7 +23,12 @@ SMALL_KV = {
 
 PROMPTS = [f"def f{i}(self, x):\n    return" for i in range(6)]
 PARAMS = [
-    SamplingParams(temperature=1.0, seed=i, max_tokens=70, ignore_eos=True)
+    SamplingParams(
+        temperature=1.0,
+        seed=i,
+        max_tokens=70,
+        ignore_eos=True,
+    )
     for i in range(6)
 ]
 

@@ -95,7 +95,9 @@ def weights_of(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]
                 tensors[name] = first.clone()
     for i in stages:
         for norm in ("cell_ln", "state_ln") if lstm else ("ln",):
-            tensors[f"{norm}.{i}{nested}.weight"] = 1 + 0.3 * random(width, 1)[:, 0]
+            tensors[f"{norm}.{i}{nested}.weight"] = (
+                1 + 0.3 * random(width, 1)[:, 0]
+            )
             tensors[f"{norm}.{i}{nested}.bias"] = 0.3 * random(width, 1)[:, 0]
         tensors[f"head.{i}.weight"] = 3 * random(vocab, width)
     return tensors
@@ -111,12 +113,15 @@ def publish(
     vocab: int = VOCAB,
 ) -> Path:
     """Write a folder as its publisher does, for a target of some sizes."""
-    size = "input_hidden_dim" if "input_hidden_dim" in LAYOUTS[layout] else "emb_dim"
+    size = (
+        "input_hidden_dim" if "input_hidden_dim" in LAYOUTS[layout] else "emb_dim"
+    )
     config = LAYOUTS[layout] | {"vocab_size": vocab, size: hidden}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {
-        prefix + name: tensor.to(dtype) for name, tensor in weights_of(config).items()
+        prefix + name: tensor.to(dtype)
+        for name, tensor in weights_of(config).items()
     }
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
@@ -169,7 +174,9 @@ def states(
             for gate in ([f"{gate}_" for gate in GATES] if lstm else [""])
         }
         if lstm:
-            write = gelu(norm("cell_ln", read["cell_"])) * read["input_"].sigmoid()
+            write = (
+                gelu(norm("cell_ln", read["cell_"])) * read["input_"].sigmoid()
+            )
             cell = cell * read["forget_"].sigmoid() + write
             state = gelu(norm("state_ln", cell)) * read["output_"].sigmoid()
         else:
@@ -187,6 +194,11 @@ def drafts(
     """Greedy drafts after a token that the target gave from a state [d]."""
     tokens = [first]
     for _ in range(count):
-        *_, (logits, _) = states(config, tensors, hidden, tokens)
+        *_, (logits, _) = states(
+            config,
+            tensors,
+            hidden,
+            tokens,
+        )
         tokens.append(int(logits.argmax()))
     return tokens[1:]

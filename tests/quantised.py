@@ -21,7 +21,10 @@ def w8a8(weight: torch.Tensor) -> Tensors:
     as they come.
     """
     scale = weight.abs().amax(dim=1, keepdim=True) / 127
-    return {"weight": (weight / scale).round().to(torch.int8), "weight_scale": scale}
+    return {
+        "weight": (weight / scale).round().to(torch.int8),
+        "weight_scale": scale,
+    }
 
 
 def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +82,9 @@ _LM_HEAD = {"group_0": {**_GROUP, "targets": ["Linear", "re:.*lm_head"]}}
 _BITS = {"bits": 4, "group_size": GROUP}
 _GPTQ = {"quant_method": "gptq", "desc_act": False, "sym": True, **_BITS}
 # Format -> (how a matrix is written, quantization_config).
-FORMATS: Mapping[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
+FORMATS: Mapping[
+    str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]
+] = {
     "w8a8": (w8a8, _W8A8 | {"config_groups": _LINEAR, "ignore": ["lm_head"]}),
     "w8a8-head": (w8a8, _W8A8 | {"config_groups": _LM_HEAD}),
     "awq": (
@@ -98,9 +103,9 @@ def dtype(kind: str) -> str:
     Those of 4 bits take 16-bit activations alone, as does that of 8 bits which vLLM
     chooses where there is AMX.
     """
-    takes_float32 = kind.startswith("w8a8") and not int8_kernels.check_cpu_sgl_kernel(
-        64, 64, torch.int8
-    )
+    takes_float32 = kind.startswith(
+        "w8a8"
+    ) and not int8_kernels.check_cpu_sgl_kernel(64, 64, torch.int8)
     return "float32" if takes_float32 else "bfloat16"
 
 
@@ -111,7 +116,9 @@ def quantise(model: Path, folder: Path, kind: str) -> Path:
     tensors: Tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.endswith("_proj") or (kind.endswith("head") and module == "lm_head"):
+        if module.endswith("_proj") or (
+            kind.endswith("head") and module == "lm_head"
+        ):
             for part, value in write(weight).items():
                 tensors[f"{module}.{part}"] = value
         else:

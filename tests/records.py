@@ -16,7 +16,9 @@ TEMPLATE = (
 
 def write(path: str | Path, *records: Any) -> str:
     """Write records, a line each; returns the path."""
-    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    Path(path).write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     return str(path)
 
 

@@ -85,11 +85,16 @@ def command(*argv: str) -> None:
         Refused: with its one line, if it ends with exit code 2.
     """
     said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         code = main(argv)
     if code:
         assert code == 2
-        raise Refused(said.getvalue().removeprefix("ppd: error: ").removesuffix("\n"))
+        raise Refused(
+            said.getvalue().removeprefix("ppd: error: ").removesuffix("\n")
+        )
 
 
 def edited(*path: Any, value: Any) -> Damage:
@@ -128,7 +133,9 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
     return damage
 
 
-def with_value(value: float, place: int = 5) -> Callable[[torch.Tensor], torch.Tensor]:
+def with_value(
+    value: float, place: int = 5
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Set one number of a tensor."""
 
     def change(values: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,14 @@ class Server:
         self.log = log
         self.model = str(model)
         address = ("--host", "127.0.0.1", "--port", port)
-        command = [*VLLM, "serve", self.model, *address, *FLAGS, *args]
+        command = [
+            *VLLM,
+            "serve",
+            self.model,
+            *address,
+            *FLAGS,
+            *args,
+        ]
         environment = {
             **os.environ,
             **LOGGED,
@@ -87,7 +94,9 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Each series of /metrics, summed over its labels."""
         values: dict[str, float] = defaultdict(float)
-        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+        for family in text_string_to_metric_families(
+            self.http.get("/metrics").text
+        ):
             for sample in family.samples:
                 values[sample.name] += sample.value
         return values

@@ -26,7 +26,12 @@ class Roofline:
     drafting: float  # seconds to make the drafts of a step
 
     def seconds(
-        self, requests: int, prompt: int, verified: int, drafted: int, context: int
+        self,
+        requests: int,
+        prompt: int,
+        verified: int,
+        drafted: int,
+        context: int,
     ) -> float:
         tokens = requests * (1 + verified) + prompt
         memory = self.weights + requests * context * self.kv_token
@@ -48,14 +53,33 @@ def on_h200(parameters: float, byte: float, ranks: int, kv: float) -> Roofline:
     weights = parameters * byte / bandwidth
     fixed = 0.6e-3 if ranks == 1 else 2e-3
     return Roofline(
-        weights, 2 * parameters / peak, kv / bandwidth, fixed, 0.1 * weights + 2e-4
+        weights,
+        2 * parameters / peak,
+        kv / bandwidth,
+        fixed,
+        0.1 * weights + 2e-4,
     )
 
 
 ENGINES = {
-    "8B": on_h200(8e9, 2, 1, 131e3),
-    "70B": on_h200(70e9, 2, 4, 328e3),
-    "405B": on_h200(405e9, 1, 8, 258e3),
+    "8B": on_h200(
+        8e9,
+        2,
+        1,
+        131e3,
+    ),
+    "70B": on_h200(
+        70e9,
+        2,
+        4,
+        328e3,
+    ),
+    "405B": on_h200(
+        405e9,
+        1,
+        8,
+        258e3,
+    ),
 }
 
 
@@ -87,7 +111,10 @@ class Result:
 
 
 def table_of(
-    engine: Roofline, counts: Sequence[int], largest: int, noise: random.Random | None
+    engine: Roofline,
+    counts: Sequence[int],
+    largest: int,
+    noise: random.Random | None,
 ) -> StepCosts:
     """The table that an engine measures at its start."""
     clock = [0.0]
@@ -95,7 +122,13 @@ def table_of(
     def time_steps(requests: int, measured: Sequence[int]) -> list[float]:
         seconds = []
         for count in measured:
-            step = engine.seconds(requests, 0, count, count, 10)
+            step = engine.seconds(
+                requests,
+                0,
+                count,
+                count,
+                10,
+            )
             if noise is not None:
                 step *= noise.uniform(1.0, 1.1)
             seconds.append(step)
@@ -106,7 +139,12 @@ def table_of(
     measure.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
     try:
         return StepCosts(
-            measure.measure_table(time_steps, largest, list(counts), lambda x: x)
+            measure.measure_table(
+                time_steps,
+                largest,
+                list(counts),
+                lambda x: x,
+            )
         )
     finally:
         measure.time = stock
@@ -162,9 +200,21 @@ def run(
     for number, load in enumerate(loads):
         names = [str(i) for i in range(load.requests)]
         kinds = [0] * load.requests
-        drafted = policy.choose(load.requests, load.waiting, names, kinds)
-        step = Step(load.requests, load.prompt, made, drafted)
-        if pending:  # the output of the step before arrives after this one is scheduled
+        drafted = policy.choose(
+            load.requests,
+            load.waiting,
+            names,
+            kinds,
+        )
+        step = Step(
+            load.requests,
+            load.prompt,
+            made,
+            drafted,
+        )
+        if (
+            pending
+        ):  # the output of the step before arrives after this one is scheduled
             policy.observe(*pending)
         p = accepts(number)
         emitted = []
@@ -173,14 +223,31 @@ def run(
             while accepted < made and rng.random() < p:
                 accepted += 1
             emitted.append(1 + accepted)
-        exact = engine.seconds(load.requests, load.prompt, made, drafted, load.context)
+        exact = engine.seconds(
+            load.requests, load.prompt, made, drafted, load.context
+        )
         seconds = exact * max(rng.gauss(1.0, noise), 0.5)
         pending = (step, None if load.idle else seconds, names, kinds, emitted)
         made = drafted
         if number < skip:
             continue
-        plain = engine.seconds(load.requests, 0, 0, 0, load.context)
-        prompt = engine.seconds(load.requests, load.prompt, 0, 0, load.context) - plain
+        plain = engine.seconds(
+            load.requests,
+            0,
+            0,
+            0,
+            load.context,
+        )
+        prompt = (
+            engine.seconds(
+                load.requests,
+                load.prompt,
+                0,
+                0,
+                load.context,
+            )
+            - plain
+        )
         result.seconds += exact
         result.alone += plain * sum(emitted) / load.requests + prompt
         result.explored += policy.exploring

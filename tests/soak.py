@@ -82,7 +82,12 @@ def request(index: int, text: list[int]) -> dict[str, Any]:
     }
     kind = rng.random()
     if kind < 0.15:
-        return {**body, "ignore_eos": True, "stream": True, "hang_up": rng.randrange(6)}
+        return {
+            **body,
+            "ignore_eos": True,
+            "stream": True,
+            "hang_up": rng.randrange(6),
+        }
     if kind < 0.5:
         body |= {
             "temperature": rng.choice([0.5, 0.8, 1.2]),
@@ -126,12 +131,21 @@ def answers(
     """The answers to requests, AT_ONCE of them at a time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         asked = pool.map(lambda body: answer(server, dict(body)), bodies)
-        return list(tqdm(asked, total=len(bodies), desc=name, mininterval=1))
+        return list(
+            tqdm(
+                asked,
+                total=len(bodies),
+                desc=name,
+                mininterval=1,
+            )
+        )
 
 
 def idle_faults(server: Server) -> list[str]:
     """Gauges of an idle server that are not 0."""
-    server.complete(max_tokens=2)  # the gauges wait for a step after the last hang-up
+    server.complete(
+        max_tokens=2
+    )  # the gauges wait for a step after the last hang-up
     values = server.metrics()
     return [
         f"{gauge} is {values[gauge]:g} after the last answer"
@@ -153,7 +167,8 @@ def soak(
         said = answers(server, name, bodies)
         seeded = [index for index, body in enumerate(bodies) if "seed" in body]
         off = [
-            {**bodies[index], "vllm_xargs": {"ppd_draft": False}} for index in seeded
+            {**bodies[index], "vllm_xargs": {"ppd_draft": False}}
+            for index in seeded
         ]
         without_drafts = answers(server, f"{name}, drafts off", off)
         values = server.metrics()
@@ -215,7 +230,15 @@ def main() -> int:
             expected = answers(alone, "vLLM alone", unseeded)
         finally:
             alone.stop()
-        faults = {name: soak(name, bodies, expected, folder) for name in options.only}
+        faults = {
+            name: soak(
+                name,
+                bodies,
+                expected,
+                folder,
+            )
+            for name in options.only
+        }
     for name, lines in faults.items():
         for line in lines:
             print(f"{name}: {line}")

@@ -33,7 +33,9 @@ _ENCODER = {
 
 def make(folder: Path, text_model: Path) -> Path:
     """Write Qwen2-Audio around a tiny Qwen2."""
-    text = tf.AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
+    text = tf.AutoModelForCausalLM.from_pretrained(
+        text_model, dtype=torch.float32
+    )
     torch.manual_seed(3)
     config = tf.Qwen2AudioConfig(
         audio_config=tf.Qwen2AudioEncoderConfig(**_ENCODER),
@@ -41,12 +43,20 @@ def make(folder: Path, text_model: Path) -> Path:
         audio_token_index=AUDIO,
     )
     model = tf.Qwen2AudioForConditionalGeneration(config).eval()
-    for name, weight in model.named_parameters():  # sounds must change what is said
-        if weight.dim() > 1 and "language_model" not in name and "lm_head" not in name:
+    for (
+        name,
+        weight,
+    ) in model.named_parameters():  # sounds must change what is said
+        if (
+            weight.dim() > 1
+            and "language_model" not in name
+            and "lm_head" not in name
+        ):
             torch.nn.init.normal_(weight, std=0.5)
     # The names of published checkpoints, which vLLM knows.
     tensors = {
-        f"language_model.{name}": weight for name, weight in text.state_dict().items()
+        f"language_model.{name}": weight
+        for name, weight in text.state_dict().items()
     }
     for name, weight in model.state_dict().items():
         _, part, rest = name.rpartition("audio_tower")
@@ -58,12 +68,21 @@ def make(folder: Path, text_model: Path) -> Path:
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     tokenizer = tiny.make_tokenizer()
-    names = {"audio_token": AUDIO, "audio_bos_token": _BEGIN, "audio_eos_token": _END}
-    tokens = {
-        name: tokenizer.convert_ids_to_tokens(number) for name, number in names.items()
+    names = {
+        "audio_token": AUDIO,
+        "audio_bos_token": _BEGIN,
+        "audio_eos_token": _END,
     }
-    tokenizer.add_special_tokens({"additional_special_tokens": list(tokens.values())})
-    extractor = tf.WhisperFeatureExtractor(feature_size=_MELS, sampling_rate=_RATE)
+    tokens = {
+        name: tokenizer.convert_ids_to_tokens(number)
+        for name, number in names.items()
+    }
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": list(tokens.values())}
+    )
+    extractor = tf.WhisperFeatureExtractor(
+        feature_size=_MELS, sampling_rate=_RATE
+    )
     tf.Qwen2AudioProcessor(extractor, tokenizer, **tokens).save_pretrained(folder)
     return folder
 

@@ -117,7 +117,9 @@ def resolved(symbol: str) -> Any:
     for name in others:
         value = inspect.getattr_static(value, name)
     value = (
-        value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        value.fget
+        if isinstance(value, property)
+        else getattr(value, "__func__", value)
     )
     return inspect.unwrap(value) if callable(value) else value
 
@@ -132,7 +134,9 @@ def imported() -> set[str]:
                     isinstance(node, ast.ImportFrom)
                     and (node.module or "").split(".")[0] == "vllm"
                 ):
-                    symbols |= {f"{node.module}:{alias.name}" for alias in node.names}
+                    symbols |= {
+                        f"{node.module}:{alias.name}" for alias in node.names
+                    }
     return symbols
 
 
@@ -142,9 +146,9 @@ def overridden() -> set[str]:
     for ours, theirs in OVERRIDING.items():
         base = resolved(theirs)
         for name, value in vars(resolved(ours)).items():
-            if (inspect.isfunction(value) or isinstance(value, property)) and hasattr(
-                base, name
-            ):
+            if (
+                inspect.isfunction(value) or isinstance(value, property)
+            ) and hasattr(base, name):
                 symbols.add(f"{theirs}.{name}")
     return symbols
 
@@ -182,14 +186,18 @@ def digest(symbol: str) -> str:
         if source is not None:
             return digest_of_code(ast.Module([source], []))
     if inspect.isfunction(value):
-        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(value))))
+        return digest_of_code(
+            ast.parse(textwrap.dedent(inspect.getsource(value)))
+        )
     return _hash(type(value).__name__)
 
 
 def _source_in_module(symbol: str) -> ast.FunctionDef | None:
     """A module's own function of that name: vLLM's CPU worker replaces some when it is imported."""
     module, _, name = symbol.partition(":")
-    for node in ast.parse(inspect.getsource(importlib.import_module(module))).body:
+    for node in ast.parse(
+        inspect.getsource(importlib.import_module(module))
+    ).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return node
     return None

@@ -39,7 +39,9 @@ def change_weights(llm: Any, model: Path, way: str) -> None:
     if way == "reload":
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
         return
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = (
+        llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    )
     runner = worker.model_runner
     worker.weight_transfer_engine = FileTransfer(
         None, runner.vllm_config, runner.device, runner.get_model()

@@ -115,7 +115,9 @@ def connector_works_by_layers(kv_transfer_config: Any) -> bool:
     """Whether a connector moves the KV of each layer as the layer runs, rather than
     that of blocks around a step.
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.factory import (
+        KVConnectorFactory,
+    )
 
     connector = KVConnectorFactory.get_connector_class(kv_transfer_config)
     extra = kv_transfer_config.kv_connector_extra_config or {}

@@ -32,7 +32,9 @@ VOCAB = 128_256
 POSITIONS = 4  # of the CP head, with the first
 RANK = 3  # experts of the CP head
 TOP_K = 50  # of each DynaMo head
-Case = tuple[str, Callable[..., Any], tuple[Any, ...]]  # name, reference, arguments
+Case = tuple[
+    str, Callable[..., Any], tuple[Any, ...]
+]  # name, reference, arguments
 
 
 def microseconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -43,7 +45,9 @@ def microseconds(call: Callable[[], Any], device: torch.device) -> float:
         return round(1e3 * do_bench(call, return_mode="median"), 4)
     from torch.utils.benchmark import Timer
 
-    return round(1e6 * Timer("call()", globals={"call": call}).timeit(3).median, 4)
+    return round(
+        1e6 * Timer("call()", globals={"call": call}).timeit(3).median, 4
+    )
 
 
 def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
@@ -55,7 +59,9 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     sampled = Sampling.random(torch.full((batch,), 0.7, device=device))
     yield "draft_chain, greedy", draft_chain, (weights, logits, first, None)
     yield "draft_chain, sampled", draft_chain, (weights, logits, first, sampled)
-    scores = torch.randn(2, batch, TOP_K, device=device).sort(descending=True).values
+    scores = (
+        torch.randn(2, batch, TOP_K, device=device).sort(descending=True).values
+    )
     ids = torch.arange(TOP_K, device=device).expand(2, batch, TOP_K).contiguous()
     top = Top(scores, ids, first)
     yield "find_peaks", find_peaks, (top, None, 1.0)
@@ -81,7 +87,9 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cpu", action="store_true", help="check that everything runs")
+    parser.add_argument(
+        "--cpu", action="store_true", help="check that everything runs"
+    )
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu else "cuda")

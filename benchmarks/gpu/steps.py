@@ -64,7 +64,9 @@ def profile(engine: Any, steps: int) -> dict[str, float]:
             engine.step()
             seconds.append(time.thread_time() - started)
     events = {event.key: event.count for event in profiler.key_averages()}
-    calls = {name: round(count / steps, 1) for name, count in by_kind(events).items()}
+    calls = {
+        name: round(count / steps, 1) for name, count in by_kind(events).items()
+    }
     return calls | {"host microseconds": round(1e6 * median(seconds))}
 
 
@@ -94,7 +96,9 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True, help="folder of the target")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--system", action="append", required=True, metavar="NAME=JSON")
+    parser.add_argument(
+        "--system", action="append", required=True, metavar="NAME=JSON"
+    )
     args = parser.parse_args()
     settings = {**SETTINGS, "model": args.model}
     decoding = []

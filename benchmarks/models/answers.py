@@ -54,7 +54,10 @@ def run(options: UnpackOptions) -> int:
         )
         prompts[digest(rendered["input_ids"])] = rendered["input_ids"]
     written = 0
-    with lzma.open(options.answers, "rt") as packed, open(options.out, "w") as chats:
+    with (
+        lzma.open(options.answers, "rt") as packed,
+        open(options.out, "w") as chats,
+    ):
         for index, line in enumerate(packed):
             record = json.loads(line)
             if record["prompt"] in prompts:

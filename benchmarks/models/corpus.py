@@ -42,7 +42,9 @@ def run(options: CorpusOptions) -> int:
     out.mkdir(parents=True, exist_ok=True)
     for name, texts in zip(("train", "validation"), split(), strict=True):
         path = out / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        path.write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
         print(f"{path}: {len(texts)} documents")
     return 0
 

@@ -89,7 +89,9 @@ class Eagle(Recipe):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's logits [..., V] for states [..., hidden]."""
         unembedding = self.target.unembedding
-        return functional.linear(states.to(unembedding.dtype), unembedding).float()
+        return functional.linear(
+            states.to(unembedding.dtype), unembedding
+        ).float()
 
     def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """The predicted state after each token but a window's last: [windows, length -
@@ -109,7 +111,10 @@ class Eagle(Recipe):
         mask = create_causal_mask(self.target.config, x, None, None, positions)
         rotary = self.rotary(x, positions)
         return self.layer(
-            x, attention_mask=mask, position_embeddings=rotary, position_ids=positions
+            x,
+            attention_mask=mask,
+            position_embeddings=rotary,
+            position_ids=positions,
         )
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -119,7 +124,9 @@ class Eagle(Recipe):
         predicted = self.predicted(batch, hidden).flatten(0, 1)
         wanted = hidden[:, 1:].flatten(0, 1)
         known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
-        regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known])
+        regression = functional.smooth_l1_loss(
+            predicted[known].float(), wanted[known]
+        )
         rows = self.share_of(known, self.options.position_share)
         logits = self.logits(predicted[rows])
         teacher = self.logits(wanted[rows])

@@ -65,7 +65,8 @@ class InflateOptions(BaseModel):
     model: str = Field(description="folder of a trained model")
     heads: tuple[str, ...] = Field((), description="heads folders of the model")
     times: int = Field(
-        ge=2, description="times the width; the layers' weights grow by its square"
+        ge=2,
+        description="times the width; the layers' weights grow by its square",
     )
     out: str = Field(description="folder of model and heads")
 
@@ -80,7 +81,9 @@ def run(options: InflateOptions) -> int:
     out = Path(options.out)
     inflate_model(Path(options.model), out / "model", options.times)
     for folder in map(Path, options.heads):
-        inflate_heads(folder, out / "model", out / "heads" / folder.name, options.times)
+        inflate_heads(
+            folder, out / "model", out / "heads" / folder.name, options.times
+        )
     return 0
 
 
@@ -100,7 +103,9 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return larger
 
 
-def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
+def in_blocks(
+    name: str, tensor: torch.Tensor, size: int, times: int
+) -> torch.Tensor:
     """A matrix of a recurrent state (heads/cp/module.py) with each of its blocks
     filled up by itself.
 
@@ -118,9 +123,12 @@ def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.T
             for block in tensor.split([size, inner, inner])
         ]
         return torch.cat(blocks) * (times**-0.5 if name == "inner" else 1)
-    if name == "fuse":  # columns: the last hidden state, then those of other layers
+    if (
+        name == "fuse"
+    ):  # columns: the last hidden state, then those of other layers
         last, *others = (
-            filled(block, (size, times * size)) for block in tensor.split(size, dim=1)
+            filled(block, (size, times * size))
+            for block in tensor.split(size, dim=1)
         )
         return torch.cat([last * times**-0.5, *others], dim=1)
     return tensor
@@ -162,7 +170,9 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     sizes = {name: times * before[name] for name in names}
     sizes["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
     parameters = sum(tensor.numel() for tensor in inflated.values())
-    remade = shutil.ignore_patterns("*.safetensors*", "config.json", "curve.jsonl")
+    remade = shutil.ignore_patterns(
+        "*.safetensors*", "config.json", "curve.jsonl"
+    )
     shutil.copytree(model, out, ignore=remade, dirs_exist_ok=True)
     save_torch_state_dict(inflated, out)
     write_json(out / "config.json", config | sizes)
@@ -227,9 +237,13 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         return filled(tensor, shapes[name])
 
     save_heads(
-        out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()}
+        out,
+        inflated,
+        {name: grown(name, tensor) for name, tensor in tensors.items()},
     )
-    write_json(out / "provenance.json", provenance() | {"inflated_from": str(folder)})
+    write_json(
+        out / "provenance.json", provenance() | {"inflated_from": str(folder)}
+    )
     print(f"{out}: {inflated.describe()}")
 
 

@@ -99,11 +99,14 @@ def convert(gguf: Path, folder: Path) -> None:
         if name not in unwanted
     }
     # A model that was read from a GGUF does not save itself.
-    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**config, dtype=torch.bfloat16))
+    model: Any = tf.LlamaForCausalLM(
+        tf.LlamaConfig(**config, dtype=torch.bfloat16)
+    )
     model.to(torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     ends = {
-        name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        name: config[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     model.generation_config = tf.GenerationConfig(**ends)
     model.save_pretrained(folder)

@@ -12,7 +12,9 @@ from vllm_ppd.heads.text import COMMAS
 class CalibrationOptions(BaseModel):
     """Measure how many drafts of a heads folder are accepted, and store the best setting in it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=()
+    )
 
     heads: str = Field(
         description="heads folder to measure; calibration.json is written into it"
@@ -39,7 +41,9 @@ class CalibrationOptions(BaseModel):
     temperature: float = Field(
         0.8, gt=0, description="temperature of the sampled texts"
     )
-    drafts: int = Field(5, ge=1, le=16, description="most drafts per step to consider")
+    drafts: int = Field(
+        5, ge=1, le=16, description="most drafts per step to consider"
+    )
     eps: Annotated[tuple[Share, ...], COMMAS] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),
         min_length=1,
@@ -54,7 +58,8 @@ class CalibrationOptions(BaseModel):
     )
     seed: int = Field(0, description="seed of the sampled texts")
     device: str = Field(
-        "auto", description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one"
+        "auto",
+        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
     )
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model"

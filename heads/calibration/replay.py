@@ -39,7 +39,9 @@ def replay(
     """
     texts, steps, n = accept.shape
     accept = accept.double()
-    mass = torch.zeros(texts, steps + n + 1, dtype=torch.float64, device=accept.device)
+    mass = torch.zeros(
+        texts, steps + n + 1, dtype=torch.float64, device=accept.device
+    )
     mass[:, 0] = 1
     totals = torch.zeros(4, dtype=torch.float64, device=accept.device)
     for t in range(steps):
@@ -56,7 +58,9 @@ def replay(
         accepted = alive * survive.sum(1)
         counts = (alive, alive * (room > 0), alive * room, accepted)
         totals += torch.stack([count.sum() for count in counts])
-        at_least = torch.nn.functional.pad(survive, (1, 0), value=1.0)  # [texts, n + 1]
+        at_least = torch.nn.functional.pad(
+            survive, (1, 0), value=1.0
+        )  # [texts, n + 1]
         exactly = at_least - torch.nn.functional.pad(survive, (0, 1))
         mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
     return Drafted(*totals.tolist())

@@ -43,7 +43,11 @@ from vllm_ppd.heads.target import (
 )
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.training.parallel import device_of
-from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
+from vllm_ppd.heads.training.provenance import (
+    provenance,
+    provenance_of,
+    trained_on,
+)
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
@@ -60,7 +64,9 @@ class Calibration:
     def autocast(self) -> Any:
         """A context in which heads run in the target's arithmetic."""
         enabled = self.options.precision == "bfloat16"
-        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
+        return torch.autocast(
+            self.target.device.type, torch.bfloat16, enabled=enabled
+        )
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -68,7 +74,9 @@ class Calibration:
         options = self.options
         longest = (self.target.max_length or 1 << 30) - options.new_tokens
         length = min(options.prompt_tokens, longest)
-        return take_prompts(options.data, self.target, options.prompts, length, longest)
+        return take_prompts(
+            options.data, self.target, options.prompts, length, longest
+        )
 
     @cached_property
     def greedy(self) -> Texts:
@@ -96,7 +104,9 @@ class Calibration:
         matrix = self.target.hidden_size**2
         return Timing(
             lm_head_share=round(lm_head / (layers + lm_head), 4),
-            transform_in_layers=round(matrix * self.target.num_layers / layers, 4),
+            transform_in_layers=round(
+                matrix * self.target.num_layers / layers, 4
+            ),
         )
 
     def draft_vocabulary(self) -> torch.Tensor | None:
@@ -129,7 +139,9 @@ def parts_by_vocabulary(
         token_ids = calibration.draft_vocabulary()
         if token_ids is None:
             return {}
-        return {len(token_ids): measure(calibration, calibration.sampled, token_ids)}
+        return {
+            len(token_ids): measure(calibration, calibration.sampled, token_ids)
+        }
 
     return {
         "timing": Calibration.timing,
@@ -152,7 +164,9 @@ def checked(
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
         check_reachable(name, options.heads, "give its folder with --target")
-    check_on_disk(config, options.heads, name, options.trust_remote_code, strict=True)
+    check_on_disk(
+        config, options.heads, name, options.trust_remote_code, strict=True
+    )
     return config, tensors, name
 
 
@@ -165,7 +179,9 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     """
     config, tensors, name = checked(options)
     dtype = getattr(torch, options.precision)
-    target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
+    target = Target(
+        name, device_of(options.device), dtype, options.trust_remote_code
+    )
     # It may have been fetched only now.
     known = fingerprint(target.folder)
     check_target(config, options.heads, target.config, known, strict=True)
@@ -216,7 +232,9 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
             save_recommended(folder, config, chosen)
         shown = report(result | {"target": shown_target(config)})
         write_card(folder, config, shown)
-        write_text(Path(folder) / CALIBRATION_NAME, json.dumps(result, indent=1) + "\n")
+        write_text(
+            Path(folder) / CALIBRATION_NAME, json.dumps(result, indent=1) + "\n"
+        )
     return result
 
 
@@ -236,7 +254,9 @@ def report(result: dict[str, Any], heads: str = "HEADS") -> str:
     return "\n\n".join([f"{kind} heads for {target}", *tables, said])
 
 
-def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
+def save_recommended(
+    folder: str, config: HeadsConfig, chosen: dict[str, Any]
+) -> None:
     """Write what was recommended into the heads' configuration."""
     known = config.model_dump()
     known |= {name: value for name, value in chosen.items() if name in known}

@@ -70,10 +70,14 @@ def ahead(values: torch.Tensor, offsets: range, fill: float = 0) -> torch.Tensor
     [texts, steps] -> [texts, steps, offsets]
     """
     padded = functional.pad(values, (0, offsets[-1]), value=fill)
-    return torch.stack([padded[:, i : i + values.shape[1]] for i in offsets], dim=-1)
+    return torch.stack(
+        [padded[:, i : i + values.shape[1]] for i in offsets], dim=-1
+    )
 
 
-def logits_at(target: Target, states: torch.Tensor, temperature: float) -> torch.Tensor:
+def logits_at(
+    target: Target, states: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """The LM head's logits over a temperature (over 1 where it is 0).
 
     [rows, hidden] -> [rows, vocabulary]
@@ -143,7 +147,10 @@ def take_prompts(
 
 @torch.no_grad()
 def generate(
-    target: Target, prompts: Sequence[list[int]], tokens: int, temperature: float = 0.0
+    target: Target,
+    prompts: Sequence[list[int]],
+    tokens: int,
+    temperature: float = 0.0,
 ) -> Texts:
     """Let the target write after prompts.
 

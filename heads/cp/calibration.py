@@ -39,7 +39,9 @@ def drafted(
         token_ids: [tokens] the draft vocabulary (None: the whole).
     """
     target = calibration.target
-    head = make(calibration.config, calibration.tensors).to(target.device, target.dtype)
+    head = make(calibration.config, calibration.tensors).to(
+        target.device, target.dtype
+    )
     head.eval()
     drafts = head.positions - 1
     steps = texts.generated.shape[1]
@@ -74,7 +76,9 @@ def drafted(
             by_draft = []
             for draft, log_q in enumerate(log_qs):
                 states_there = final[places[rows, draft]]
-                log_p = logits_at(target, states_there, temperature).log_softmax(-1)
+                log_p = logits_at(target, states_there, temperature).log_softmax(
+                    -1
+                )
                 log_q = (log_q / (temperature or 1.0)).log_softmax(-1)
                 outside = torch.full_like(log_p, -torch.inf)
                 whole = outside.index_copy(

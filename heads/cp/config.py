@@ -79,8 +79,12 @@ class Experts(BaseModel):
             raise ValueError(
                 f"layers={self.layers} need condition 'recurrent', not 'none'"
             )
-        if list(self.layers) != sorted({layer for layer in self.layers if layer > 0}):
-            raise ValueError(f"layers={self.layers} must be ascending and at least 1")
+        if list(self.layers) != sorted(
+            {layer for layer in self.layers if layer > 0}
+        ):
+            raise ValueError(
+                f"layers={self.layers} must be ascending and at least 1"
+            )
         drafts = self.num_speculative_tokens
         if drafts > self.positions - 1:
             raise ValueError(
@@ -88,7 +92,9 @@ class Experts(BaseModel):
                 f"{self.positions}"
             )
         if self.condition == "recurrent" and not self.factorised:
-            raise ValueError("condition 'recurrent' needs factorised heads; use 'none'")
+            raise ValueError(
+                "condition 'recurrent' needs factorised heads; use 'none'"
+            )
         return self
 
 
@@ -133,10 +139,15 @@ class CPOptions(ChainOptions, Experts):
         "states, or the identity",
     )
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="dropout rate of a recurrent state's gated layer"
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout rate of a recurrent state's gated layer",
     )
     base_learning_rate: float = Field(
-        1e-4, ge=0, description="peak learning rate of the base model (full recipe)"
+        1e-4,
+        ge=0,
+        description="peak learning rate of the base model (full recipe)",
     )
     base_start: Literal["trained", "random"] = Field(
         "trained",
@@ -196,7 +207,10 @@ class ChainConfig(HeadsConfig):
             for drafts, counts in enumerate(by.by_drafts, start=1):
                 matrices, reads = self.work(drafts)
                 layers = matrices * parts.timing.transform_in_layers
-                options = {"num_speculative_tokens": drafts, "draft_vocab_size": size}
+                options = {
+                    "num_speculative_tokens": drafts,
+                    "draft_vocab_size": size,
+                }
                 yield Setting(options, counts.length, layers, reads * share)
 
 
@@ -247,7 +261,9 @@ class CPConfig(ChainConfig, Experts):
     @property
     def max_drafts(self) -> int:
         """A recurrent state may make more drafts than it was trained for."""
-        return MOST_DRAFTS if self.condition == "recurrent" else self.positions - 1
+        return (
+            MOST_DRAFTS if self.condition == "recurrent" else self.positions - 1
+        )
 
     def shapes(self) -> Shapes:
         size = self.target.hidden_size

@@ -81,7 +81,9 @@ class Recurrence:
         states = hidden.unflatten(-1, (-1, self.size))
         return states[:, 0] + self.fuse(normed(states).flatten(-2))
 
-    def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def advance(
+        self, state: torch.Tensor, embedded: torch.Tensor
+    ) -> torch.Tensor:
         """The state after another token: s + V u + W_o (silu(W_g u) * W_i u), u =
         [RMSNorm(s); RMSNorm(E[token])].
 
@@ -172,7 +174,9 @@ class CPHead(NamedWeights):
         layers = [states.layers[layer] for layer in self.layers]
         return torch.cat([states.final, *layers], dim=-1)
 
-    def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor | None:
+    def context(
+        self, target: Target, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
         """The target's embeddings of tokens [rows, positions], if the head reads any."""
         return target.embed(tokens) if self.lead else None
 
@@ -235,7 +239,8 @@ class CPHead(NamedWeights):
         self,
         hidden: torch.Tensor,
         tokens: torch.Tensor,  # [rows, factors, k] int64, entries of the unembedding
-        unembedding: torch.Tensor | None,  # [V, d], or the rows of a draft vocabulary
+        unembedding: torch.Tensor
+        | None,  # [V, d], or the rows of a draft vocabulary
         bias: torch.Tensor | None = None,  # [V]
         context: torch.Tensor | None = None,
         chunk: int = 64,
@@ -283,7 +288,9 @@ def initial_tensors(
         seed: of the noise.
     """
     size = config.target.hidden_size
-    tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
+    tensors = {
+        name: torch.zeros(shape) for name, shape in config.shapes().items()
+    }
 
     std = NOISE * size**-0.5 if config.rank > 1 else 0.0
     generator = torch.Generator().manual_seed(seed)
@@ -302,11 +309,15 @@ def initial_tensors(
     # In place: classifiers may be too large for a second copy.
     generator.manual_seed(seed + 1)
     if config.factorised:
-        transforms = tensors["cp.transforms"].normal_(std=std, generator=generator)
+        transforms = tensors["cp.transforms"].normal_(
+            std=std, generator=generator
+        )
         transforms.add_(torch.eye(size))
     else:
         start = unembedding.detach().float().cpu()
-        classifiers = tensors["cp.classifiers"].normal_(std=std, generator=generator)
+        classifiers = tensors["cp.classifiers"].normal_(
+            std=std, generator=generator
+        )
         classifiers.mul_(start.norm(dim=-1, keepdim=True)).add_(start)
     return tensors
 
@@ -350,7 +361,9 @@ def log_gate(
     """log w = log_softmax(W_h e + W_b E[b]) (eq. 7, where no token is read): [rows, r]."""
     logits = functional.linear(hidden.to(gate.dtype), gate)
     if token is not None and token_gate is not None:
-        logits = logits + functional.linear(token.to(token_gate.dtype), token_gate)
+        logits = logits + functional.linear(
+            token.to(token_gate.dtype), token_gate
+        )
     return torch.log_softmax(at_least_float32(logits), dim=-1)
 
 

@@ -29,7 +29,9 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-PENALTY = 1e-3  # of the ridge regression, relative to the mean square of its inputs
+PENALTY = (
+    1e-3  # of the ridge regression, relative to the mean square of its inputs
+)
 TOKENS = 1 << 16  # most tokens that the regression reads
 
 # States [rows, positions, d], of which the first is read and the others are predicted,
@@ -99,7 +101,9 @@ class CPRecipe(HeadsRecipe):
         self.head.token_ids = token_ids.to(self.target.device)
 
     @property
-    def vocabulary(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def vocabulary(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """What is trained: the index of each token [vocabulary], -1 if it is not one of
         them; their rows of the LM head [tokens, d]; its bias.
         """
@@ -177,7 +181,9 @@ class CPRecipe(HeadsRecipe):
             mininterval=1,
             delay=1,
         ):
-            yield store.batch("train", [i * count // number]).to(self.target.device)
+            yield store.batch("train", [i * count // number]).to(
+                self.target.device
+            )
 
     def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:
         n = self.head.positions
@@ -195,7 +201,9 @@ class CPRecipe(HeadsRecipe):
         embeddings are than states.
         """
         weights = self.head.tensors()
-        tokens = [weights.pop(name) for name in ("cp.token_gate",) if name in weights]
+        tokens = [
+            weights.pop(name) for name in ("cp.token_gate",) if name in weights
+        ]
         # Full classifiers are too large for Muon: 5 products of V x d x d each in every
         # step.
         large = ("cp.gate", "cp.classifiers")
@@ -253,7 +261,9 @@ class CPRecipe(HeadsRecipe):
             "rows": torch.tensor(len(rows), device=rows.device),
             "joint": -chain.detach().sum(),
             "known": known.sum(),
-            "experts": torch.bincount(log_weights.argmax(-1), minlength=head.rank),
+            "experts": torch.bincount(
+                log_weights.argmax(-1), minlength=head.rank
+            ),
         }
         for factor, log_prob in enumerate(chain.detach().unbind(1)):
             counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
@@ -265,7 +275,9 @@ class CPRecipe(HeadsRecipe):
             # Tokens that are not trained have no part in it.
             teacher = states.top_log_probs[at].exp() * (wanted[..., 1:] >= 0)
             distilled = -(teacher * log_probs[..., 1:]).sum(2)
-            decay = options.decay ** torch.arange(head.factors, device=rows.device)
+            decay = options.decay ** torch.arange(
+                head.factors, device=rows.device
+            )
             loss = loss + options.distillation * (distilled.mean(0) * decay).sum()
             counts["distilled"] = distilled.detach().sum()
         if not self.training:
@@ -279,7 +291,9 @@ class CPRecipe(HeadsRecipe):
         return loss, counts
 
     def _rows_at_once(self, unembedding: torch.Tensor) -> int:
-        return max(1, rows_a_chunk(unembedding) // (self.head.factors * self.head.rank))
+        return max(
+            1, rows_a_chunk(unembedding) // (self.head.factors * self.head.rank)
+        )
 
     def _accepted(
         self,
@@ -301,7 +315,9 @@ class CPRecipe(HeadsRecipe):
         )
         greedy = self.greedy_tokens(states, rows[:, None] + later)
         drafts = []
-        for part in torch.arange(len(rows)).split(self._rows_at_once(unembedding)):
+        for part in torch.arange(len(rows)).split(
+            self._rows_at_once(unembedding)
+        ):
             read = hidden[part], None if context is None else context[part]
             logits = head.logits(
                 read[0],
@@ -326,14 +342,20 @@ class CPRecipe(HeadsRecipe):
             "joint_nats": mean("joint"),
             "joint_nats_a_token": round(mean("joint", 8) / head.factors, 4),
             "first_position": first,
-            "conditional_nats_by_position": [mean(f"position.{s}") for s in positions],
-            "share_of_experts": [mean(f"experts.{a}", 3) for a in range(head.rank)],
+            "conditional_nats_by_position": [
+                mean(f"position.{s}") for s in positions
+            ],
+            "share_of_experts": [
+                mean(f"experts.{a}", 3) for a in range(head.rank)
+            ],
         }
         for name in ("next_token", "distilled"):
             if name in counts:
                 figures[f"{name}_nats"] = mean(name)
         if head.token_ids is not None:
-            figures["tokens_in_vocabulary"] = round(mean("known", 8) / head.factors, 4)
+            figures["tokens_in_vocabulary"] = round(
+                mean("known", 8) / head.factors, 4
+            )
         return figures
 
     def drafted_tokens(self) -> dict[str, Any]:

@@ -123,7 +123,8 @@ class Documents:
         encoded = self.tokenizer(
             texts,
             verbose=False,
-            return_offsets_mapping=is_fast and any(d.responses for d in documents),
+            return_offsets_mapping=is_fast
+            and any(d.responses for d in documents),
             **settings,
         )
         for row, document in enumerate(documents):
@@ -147,16 +148,21 @@ class Documents:
         """How many of a text's tokens are before a character, by a tokenizer that does
         not say where its tokens are: those that it also makes of the text before.
         """
-        before = self.tokenizer(text[:edge], verbose=False, **settings)["input_ids"]
+        before = self.tokenizer(text[:edge], verbose=False, **settings)[
+            "input_ids"
+        ]
         return len(os.path.commonprefix([ids, list(before)]))
 
     def skips(self) -> str:
         """How many records were skipped and why, in one line; empty if none was."""
         if not self.skipped:
             return ""
-        reasons = [f"{count} {reason}" for reason, count in self.skipped.most_common()]
+        reasons = [
+            f"{count} {reason}" for reason, count in self.skipped.most_common()
+        ]
         return shortened(
-            f"skipped {self.skipped.total()}: {', '.join(reasons)}", LONGEST_SUMMARY
+            f"skipped {self.skipped.total()}: {', '.join(reasons)}",
+            LONGEST_SUMMARY,
         )
 
 
@@ -206,9 +212,14 @@ def render(
     def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
         try:
             return tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=asked, tools=chat.tools
+                messages,
+                tokenize=False,
+                add_generation_prompt=asked,
+                tools=chat.tools,
             )
-        except Exception as error:  # a template is a program and may raise anything
+        except (
+            Exception
+        ) as error:  # a template is a program and may raise anything
             reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
             raise Skipped(f"the chat template rejects it ({reason})") from None
 
@@ -238,7 +249,9 @@ def render(
     return replace(made, responses=tuple(spans))
 
 
-def _answer(messages: list[dict[str, Any]], rendered: Callable[..., str]) -> Answer:
+def _answer(
+    messages: list[dict[str, Any]], rendered: Callable[..., str]
+) -> Answer:
     """The last message as the model writes it: from the end of the prompt that the
     server would read.
 

@@ -31,9 +31,13 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            names = glob.glob("**", root_dir=path, recursive=True)  # none is hidden
+            names = glob.glob(
+                "**", root_dir=path, recursive=True
+            )  # none is hidden
             inside = [
-                file for file in sorted(map(path.joinpath, names)) if file.is_file()
+                file
+                for file in sorted(map(path.joinpath, names))
+                if file.is_file()
             ]
             if not inside:
                 raise TrainingError(
@@ -43,7 +47,9 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
         elif path.is_file():
             files.append(path)
         else:
-            problem = "is not a regular file" if path.exists() else "does not exist"
+            problem = (
+                "is not a regular file" if path.exists() else "does not exist"
+            )
             raise TrainingError(
                 f"data file {place(path)!r} {problem}; {FORMS}, or folders of them"
             )
@@ -97,14 +103,19 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
         for number, line in enumerate(handle, start=1):
             if line.strip():
                 where = place(file, number)
-                yield where, _parsed(line, where, "each line must be one JSON object")
+                yield (
+                    where,
+                    _parsed(line, where, "each line must be one JSON object"),
+                )
 
 
 def _array(file: Path) -> Iterator[tuple[str, Any]]:
     text = file.read_bytes()
     if not text.strip():
         return
-    values = _parsed(text, place(file), "a .json file must be an array of objects")
+    values = _parsed(
+        text, place(file), "a .json file must be an array of objects"
+    )
     if not isinstance(values, list):
         values = [values]
     for number, value in enumerate(values, start=1):

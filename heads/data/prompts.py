@@ -52,7 +52,9 @@ def document_prompts(
             yield [document.prompt_ids]
         elif document.prompt:
             encoded = tokenizer(
-                document.prompt, add_special_tokens=not document.is_chat, verbose=False
+                document.prompt,
+                add_special_tokens=not document.is_chat,
+                verbose=False,
             )
             yield [list(encoded["input_ids"])]
         else:

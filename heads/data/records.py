@@ -34,7 +34,9 @@ class Document:
     text: str = ""
     # Rendered by the chat template, which writes special tokens itself
     is_chat: bool = False
-    prompt: str | None = None  # a chat up to its last user turn, or the record's prompt
+    prompt: str | None = (
+        None  # a chat up to its last user turn, or the record's prompt
+    )
     # Spans of text that the model writes
     responses: tuple[tuple[int, int], ...] | None = None
     answers: tuple[
@@ -121,7 +123,9 @@ def parse_record(record: Any, where: str) -> Document | Chat:
         TrainingError: if it is malformed.
     """
     if not isinstance(record, dict):
-        raise TrainingError(f"{where} is no JSON object; each record needs {NEEDED}")
+        raise TrainingError(
+            f"{where} is no JSON object; each record needs {NEEDED}"
+        )
     columns = {name: value for name, value in record.items() if value is not None}
     if "prompt_token_ids" in columns:
         return _tokens(columns, where)
@@ -166,7 +170,9 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     """A prompt as token IDs, and the response to it as `ppd data` writes it, or vLLM returns it."""
     for name in ("prompt_token_ids", "token_ids"):
         ids = columns.get(name, [])
-        if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not all(
+            type(i) is int and i >= 0 for i in ids
+        ):
             raise TrainingError(f"{where}: no list of token ids under '{name}'")
     prompt = columns["prompt_token_ids"]
     if not prompt:
@@ -204,10 +210,15 @@ def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
             "strings"
         )
     # Templates add strings: a call of tools has no content.
-    return [message | {"content": message.get("content") or ""} for message in messages]
+    return [
+        message | {"content": message.get("content") or ""}
+        for message in messages
+    ]
 
 
 def _is_message(message: Any) -> bool:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
-    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+    return isinstance(message.get("content"), str) or bool(
+        message.get("tool_calls")
+    )

@@ -61,7 +61,8 @@ def drafted(
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
         final, *states = (
-            texts.reading(s, windows) for s in head_states(calibration, heads, windows)
+            texts.reading(s, windows)
+            for s in head_states(calibration, heads, windows)
         )
         log_p = []
         flat = zip(
@@ -94,7 +95,9 @@ def drafted(
                 choice = joint.back_off(asked, most=most + 1)
                 text = tokens[rows, : most + 1]
                 if temperature:
-                    ratio = choice.probabilities(text).log() - targets[rows, :most]
+                    ratio = (
+                        choice.probabilities(text).log() - targets[rows, :most]
+                    )
                     chance = ratio.exp().clamp(max=1)
                 else:
                     chance = (choice.likeliest.tokens == text)[:, 1:].float()

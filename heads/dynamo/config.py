@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import (
@@ -97,7 +103,9 @@ class DynaMoOptions(FullOptions):
     kind = "dynamo"
 
     learning_rate: float = Field(
-        1e-3, gt=0, description="LR_M, peak learning rate of the token heads (Table 5)"
+        1e-3,
+        gt=0,
+        description="LR_M, peak learning rate of the token heads (Table 5)",
     )
     warmup: float = Field(
         0.01,
@@ -166,7 +174,9 @@ class DynaMoConfig(HeadsConfig):
     # JSON's keys are strings.
     cooccurrence_entries: dict[
         Annotated[int, Field(strict=False)], Annotated[int, Field(ge=0)]
-    ] = Field(default_factory=dict, description="number of counted n-grams, by order")
+    ] = Field(
+        default_factory=dict, description="number of counted n-grams, by order"
+    )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}),
         description="settings of the joint",

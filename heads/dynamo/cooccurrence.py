@@ -220,7 +220,9 @@ class CoOccurrence:
         """The tensors of the checkpoint, in the smallest types that hold them."""
 
         def small(counts: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.minimum(counts, MOST_COUNTS).astype(np.int32))
+            return torch.from_numpy(
+                np.minimum(counts, MOST_COUNTS).astype(np.int32)
+            )
 
         tensors = {
             "cooccurrence.unigram": small(self.unigram),

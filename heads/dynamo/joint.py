@@ -62,7 +62,12 @@ class JointChoice:
         """See draw_ngrams."""
         draw = chosen(draw_ngrams, self.order)
         tokens: torch.Tensor = draw(
-            self.uncut, self.likeliest, self.top, self.blur, self.adaptive, sampling
+            self.uncut,
+            self.likeliest,
+            self.top,
+            self.blur,
+            self.adaptive,
+            sampling,
         )
         return tokens
 

@@ -27,7 +27,9 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 
-def new_layers(target: Target, tokens: int, start: str = "copy") -> list[nn.Module]:
+def new_layers(
+    target: Target, tokens: int, start: str = "copy"
+) -> list[nn.Module]:
     """Decoder layers for heads 2..tokens, of the target's own class, in float32."""
     layers = []
     for _ in range(2, tokens + 1):
@@ -45,22 +47,26 @@ class DynaMoRecipe(HeadsRecipe):
 
     def __init__(self, options: DynaMoOptions, target: Target) -> None:
         super().__init__(options, target)
-        self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(
-            target.device
-        )
+        self.heads = DynaMoHeads(
+            new_layers(target, options.tokens, options.start)
+        ).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
 
     reach_option = "--tokens"
 
     @property
     def reach(self) -> dict[str, int]:
-        return {f"head {token}": token for token in range(2, self.options.tokens + 1)}
+        return {
+            f"head {token}": token for token in range(2, self.options.tokens + 1)
+        }
 
     @property
     def reads(self) -> Reads:
         return Reads(
             stem=True,
-            top_k=self.options.distillation_top_k if self.options.distillation else 0,
+            top_k=self.options.distillation_top_k
+            if self.options.distillation
+            else 0,
         )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
@@ -89,7 +95,9 @@ class DynaMoRecipe(HeadsRecipe):
         unembedding = target.unembedding.detach()
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        drafted: list[torch.Tensor] = []  # greedy drafts of each later head, by row
+        drafted: list[
+            torch.Tensor
+        ] = []  # greedy drafts of each later head, by row
         # Training does not change head 1 of a frozen target and does not read it.
         first = 1 if self.full or not self.training else 2
         for token in range(first, options.tokens + 1):
@@ -97,14 +105,18 @@ class DynaMoRecipe(HeadsRecipe):
             if not valid.any():
                 total = total + self.nothing()
                 continue
-            rows = self.share_of(valid, options.position_share if token > 1 else 1.0)
+            rows = self.share_of(
+                valid, options.position_share if token > 1 else 1.0
+            )
             wanted = following[rows, -1:]
             if token == 1:
                 loss = -target.log_probs(states.final[rows], wanted[:, 0])
                 counts["nll.1"] = loss.detach().sum()
             else:
                 output = self.heads(token, args, kwargs)
-                hidden = functional_call(target.norm, norm, (output,)).flatten(0, 1)
+                hidden = functional_call(target.norm, norm, (output,)).flatten(
+                    0, 1
+                )
                 hidden = hidden[rows]
                 # Token t + i is sampled from the state i - 1 rows later.
                 at = rows + token - 1
@@ -196,7 +208,9 @@ class DynaMoRecipe(HeadsRecipe):
         return DynaMoConfig(
             **self.target.description(),
             tokens=options.tokens,
-            layer_tensors={name: list(tensor.shape) for name, tensor in layer.items()},
+            layer_tensors={
+                name: list(tensor.shape) for name, tensor in layer.items()
+            },
             cooccurrence_entries=entries,
             draft_vocab_size=draft_vocab_size,
             num_speculative_tokens=min(

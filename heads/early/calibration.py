@@ -58,7 +58,9 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
         with calibration.autocast():
             states = target.run(windows, layers)
         final = texts.reading(states.final, windows)
-        exits = {layer: texts.reading(states.exits[layer], windows) for layer in layers}
+        exits = {
+            layer: texts.reading(states.exits[layer], windows) for layer in layers
+        }
         tokens = texts.generated[some].flatten()
         for rows in torch.arange(len(tokens)).split(size):
             wanted = tokens[rows]
@@ -94,7 +96,8 @@ def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
     drafts = range(1, calibration.options.drafts + 1)
     measured = {
-        name: read_exits(calibration, texts) for name, texts in calibration.texts()
+        name: read_exits(calibration, texts)
+        for name, texts in calibration.texts()
     }
     by_texts = {}
     for name, exits in measured.items():

@@ -68,7 +68,10 @@ class EarlyOptions(TrainingOptions):
     @classmethod
     def _classifiers_as_published(cls, values: Any) -> Any:
         """Default to PPD's settings (its Table 4) for PPD's head and loss."""
-        if isinstance(values, dict) and (values.get("head"), values.get("loss")) == (
+        if isinstance(values, dict) and (
+            values.get("head"),
+            values.get("loss"),
+        ) == (
             "classifier",
             "ce",
         ):
@@ -137,7 +140,9 @@ class EarlyConfig(HeadsConfig):
     def serving_exits(self) -> tuple[int, ...]:
         """The exits that draft by default."""
         middle = self.target.num_hidden_layers / 2
-        nearest = min(self.exit_layers, key=lambda layer: (abs(layer - middle), layer))
+        nearest = min(
+            self.exit_layers, key=lambda layer: (abs(layer - middle), layer)
+        )
         return tuple(self.default_exit_layers or [nearest])
 
     @property
@@ -150,7 +155,10 @@ class EarlyConfig(HeadsConfig):
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
         rows = size if self.head == "transform" else self.target.vocab_size
-        return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
+        return {
+            f"exit.{layer}.{self.head}": [rows, size]
+            for layer in self.exit_layers
+        }
 
     def settings(self, parts: EarlyParts) -> Iterator[Setting]:
         """n drafts at layer l read n l layers, n transforms, and the LM head n times."""

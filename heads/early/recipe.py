@@ -53,7 +53,9 @@ class EarlyRecipe(HeadsRecipe):
         rows = self.share_of(valid, self.options.position_share)
         final = states.final[rows]
         read = (
-            self._classifiers if self.heads.form == "classifier" else self._transforms
+            self._classifiers
+            if self.heads.form == "classifier"
+            else self._transforms
         )
         hidden = {layer: states.exits[layer][rows] for layer in exits}
         loss, match = read(
@@ -148,7 +150,9 @@ class EarlyRecipe(HeadsRecipe):
         made = []
         for layer, hidden in exits.items():
             rows = (hidden, final, following)
-            made.append(in_chunks(partial(of_chunk, layer), rows_a_chunk(head), *rows))
+            made.append(
+                in_chunks(partial(of_chunk, layer), rows_a_chunk(head), *rows)
+            )
         loss, match = torch.stack(made).unbind(-1)
         return loss, match > 0
 

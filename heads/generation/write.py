@@ -155,18 +155,23 @@ def write_chats(
             return file
         engine = engine_of(options)
         prompts = _prompts(options, tokenizer, engine, file)
-        sampling = Sampling(options.temperature, options.top_p, options.max_tokens)
+        sampling = Sampling(
+            options.temperature, options.top_p, options.max_tokens
+        )
         total = None if math.isinf(wanted) else int(wanted)
         with tqdm(
             desc="writing chats", initial=file.count, total=total, unit=" chats"
         ) as bar:
-            while file.count < wanted and (not file.count or time.monotonic() < until):
+            while file.count < wanted and (
+                not file.count or time.monotonic() < until
+            ):
                 size = int(min(options.batch, wanted - file.count))
                 asked = list(itertools.islice(prompts, size))
                 if not asked:
                     break
                 seeds = [
-                    _seed_of(options.seed, number, "assistant") for number, _ in asked
+                    _seed_of(options.seed, number, "assistant")
+                    for number, _ in asked
                 ]
                 answers = engine.generate(
                     [prompt for _, prompt in asked], seeds, sampling

@@ -20,7 +20,8 @@ from vllm_ppd.heads.text import quoted
 from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(
-    f"{name}SpeculatorPreTrainedModel" for name in ("MLP", "ArcticMLP", "ArcticLSTM")
+    f"{name}SpeculatorPreTrainedModel"
+    for name in ("MLP", "ArcticMLP", "ArcticLSTM")
 )
 GATES = ("forget", "input", "output", "cell")
 PREFIXES = ("", "speculator.")  # prefixes of tensor names
@@ -51,7 +52,8 @@ class RecurrentOptions(ChainOptions):
         description="width of the state (default: twice the model's)",
     )
     tie_weights: bool = Field(
-        True, description="all heads share their weights except the first projection"
+        True,
+        description="all heads share their weights except the first projection",
     )
     scale_input: bool = Field(
         False,
@@ -78,7 +80,9 @@ class RecurrentConfig(ChainConfig):
 
     verifier: str = Field(
         "",
-        validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
+        validation_alias=AliasPath(
+            "speculators_config", "verifier", "name_or_path"
+        ),
         max_length=4096,
         description="name or path of the target; empty if not recorded",
     )
@@ -103,15 +107,19 @@ class RecurrentConfig(ChainConfig):
     input_hidden_dim: int | None = Field(
         None, ge=1, description="width of the target's states (Arctic)"
     )
-    proj_dim: Width | None = Field(None, description="width of projections (Arctic)")
+    proj_dim: Width | None = Field(
+        None, description="width of projections (Arctic)"
+    )
     tie_weights: bool = Field(
-        False, description="all heads share their weights except the first projection"
+        False,
+        description="all heads share their weights except the first projection",
     )
     tie_lstm_embs: bool = Field(
         True, description="all gates of an LSTM share an embedding"
     )
     scale_input: bool = Field(
-        False, description="the target's state is normalised and divided by sqrt(2)"
+        False,
+        description="the target's state is normalised and divided by sqrt(2)",
     )
 
     @classmethod
@@ -120,19 +128,29 @@ class RecurrentConfig(ChainConfig):
             return super().is_named_in(data)
         names = data.get("architectures")
         return data.get("model_type") == "mlp_speculator" or (
-            isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+            isinstance(names, list)
+            and any(name in ARCHITECTURES for name in names)
         )
 
     @model_validator(mode="before")
     @classmethod
     def _published(cls, data: Any) -> Any:
         """Add the speculators' keys that published configurations lack."""
-        if not isinstance(data, dict) or {"speculators_config", "target"} & data.keys():
+        if (
+            not isinstance(data, dict)
+            or {"speculators_config", "target"} & data.keys()
+        ):
             return data
-        size = "emb_dim" if data.get("input_hidden_dim") is None else "input_hidden_dim"
+        size = (
+            "emb_dim"
+            if data.get("input_hidden_dim") is None
+            else "input_hidden_dim"
+        )
         for name in ("n_predict", "vocab_size", size):
             if type(data.get(name)) is not int:
-                raise ValueError(f"{name}={quoted(data.get(name))} is not an integer")
+                raise ValueError(
+                    f"{name}={quoted(data.get(name))} is not an integer"
+                )
         added = {
             "num_speculative_tokens": data["n_predict"],
             "transformer_layer_config": {
@@ -174,7 +192,9 @@ class RecurrentConfig(ChainConfig):
     @property
     def inner(self) -> int:
         """The width of the state."""
-        return _width("inner_dim", self.inner_dim) or _width("emb_dim", self.emb_dim)
+        return _width("inner_dim", self.inner_dim) or _width(
+            "emb_dim", self.emb_dim
+        )
 
     @property
     def gates(self) -> list[str]:

@@ -33,7 +33,9 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 class State(NamedTuple):
     """A state between two tokens."""
 
-    output: torch.Tensor  # s [rows, m]; before the first token of the target's width
+    output: (
+        torch.Tensor
+    )  # s [rows, m]; before the first token of the target's width
     cell: torch.Tensor | float = 0.0  # c [rows, m], of an LSTM
 
 
@@ -78,7 +80,10 @@ class Recurrence:
         ]
         self.norms = [
             [
-                (tensors[f"{norm}.{stage}.weight"], tensors[f"{norm}.{stage}.bias"])
+                (
+                    tensors[f"{norm}.{stage}.weight"],
+                    tensors[f"{norm}.{stage}.bias"],
+                )
                 for norm in config.norms
             ]
             for stage in stages
@@ -194,7 +199,9 @@ class RecurrentHead(NamedWeights):
     ) -> torch.Tensor:
         """[rows, factors, 1, vocabulary]; the target's own LM head is not read."""
         by_position = []
-        for position, states in enumerate(self.states(hidden, context).unbind(dim=1)):
+        for position, states in enumerate(
+            self.states(hidden, context).unbind(dim=1)
+        ):
             by_position.append(functional.linear(states, self.lm_head(position)))
         return torch.stack(by_position, dim=1).unsqueeze(2)
 
@@ -211,9 +218,13 @@ class RecurrentHead(NamedWeights):
         logits of a chunk exist at once.
         """
         by_position = []
-        for position, states in enumerate(self.states(hidden, context).unbind(dim=1)):
+        for position, states in enumerate(
+            self.states(hidden, context).unbind(dim=1)
+        ):
             of_tokens = partial(_log_probs, self.lm_head(position))
-            by_position.append(in_chunks(of_tokens, chunk, states, tokens[:, position]))
+            by_position.append(
+                in_chunks(of_tokens, chunk, states, tokens[:, position])
+            )
         return torch.stack(by_position, dim=1).unsqueeze(2)
 
 

@@ -136,9 +136,13 @@ def unfinished_run(
 
 def latest(work: Path) -> Path | None:
     """The newest complete checkpoint; None if there is none."""
-    folders = [path.parent for path in work.glob(f"checkpoints/checkpoint_*/{FACTS}")]
+    folders = [
+        path.parent for path in work.glob(f"checkpoints/checkpoint_*/{FACTS}")
+    ]
     return max(
-        folders, key=lambda folder: int(folder.name.partition("_")[2]), default=None
+        folders,
+        key=lambda folder: int(folder.name.partition("_")[2]),
+        default=None,
     )
 
 

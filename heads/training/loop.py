@@ -38,11 +38,15 @@ from vllm_ppd.heads.training.states import GB, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
-CURVE = "curve.jsonl"  # training loss and held-out figures by step, beside the heads
+CURVE = (
+    "curve.jsonl"  # training loss and held-out figures by step, beside the heads
+)
 MakeRecipe = Callable[[Any, Target], Recipe]
 
 
-def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str, Any]:
+def train(
+    options: TrainingOptions, make: MakeRecipe | None = None
+) -> dict[str, Any]:
     """Train heads, or the modules of another recipe, and write a folder.
 
     Args:
@@ -97,7 +101,9 @@ def speed_of(options: TrainingOptions) -> Speed:
 
 
 @contextmanager
-def _begun(options: TrainingOptions, make: MakeRecipe | None = None) -> Iterator[Run]:
+def _begun(
+    options: TrainingOptions, make: MakeRecipe | None = None
+) -> Iterator[Run]:
     processes = Processes(options.device, Path(options.out) / WORK)
     with unfinished_run(options, processes) as facts:
         yield Run(options, processes, facts, make or recipe_of(options.kind))
@@ -128,7 +134,11 @@ class Run:
         # The full recipe's updates of the base model are too small for bfloat16.
         dtype = torch.float32 if full else getattr(torch, options.precision)
         target = Target(
-            options.model, processes.device, dtype, options.trust_remote_code, full
+            options.model,
+            processes.device,
+            dtype,
+            options.trust_remote_code,
+            full,
         )
         if target.max_length and options.sequence_length > target.max_length:
             raise TrainingError(
@@ -153,7 +163,9 @@ class Run:
         if options.states_cache is not None:
             most_bytes = int(options.states_cache_gb * GB)
             folder = Path(options.states_cache)
-            recipe.cache = StatesCache(folder, target, store, recipe.reads, most_bytes)
+            recipe.cache = StatesCache(
+                folder, target, store, recipe.reads, most_bytes
+            )
         # An evaluation reads the same ones every time
         self.held_out_windows = max(
             1,
@@ -163,14 +175,18 @@ class Run:
             ),
         )
         self._check_reach()
-        epochs = math.ceil(options.epochs * store.num_windows() / options.batch_size)
+        epochs = math.ceil(
+            options.epochs * store.num_windows() / options.batch_size
+        )
         self.steps = options.steps or max(1, epochs)
         self.tokens_a_step = options.batch_size * options.sequence_length
         is_cached = recipe.cache is not None
         self.order = Order(store, options.seed, options.batch_size, is_cached)
         recipe.begin(store, fresh=not facts.step)
         groups = recipe.groups(options.learning_rate)
-        make_optimizer = Muon if options.optimizer == "muon" else torch.optim.AdamW
+        make_optimizer = (
+            Muon if options.optimizer == "muon" else torch.optim.AdamW
+        )
         optimizer = make_optimizer(
             groups, betas=options.betas, weight_decay=options.weight_decay
         )
@@ -190,7 +206,9 @@ class Run:
                 f"processes x {options.accumulation} accumulated parts"
             )
         if options.patience is not None and options.evaluate_every is None:
-            raise TrainingError(f"--patience {options.patience} needs --evaluate-every")
+            raise TrainingError(
+                f"--patience {options.patience} needs --evaluate-every"
+            )
         if full and options.states_cache is not None:
             raise TrainingError(
                 "--states-cache needs a frozen target, but --recipe full trains it; "
@@ -234,7 +252,9 @@ class Run:
         for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
             group["peak"] = fresh["peak"]
         held_out = self.facts.held_out
-        if held_out.best and held_out.best.step != checkpoint.best_step(self.work):
+        if held_out.best and held_out.best.step != checkpoint.best_step(
+            self.work
+        ):
             # Better weights were kept after this checkpoint; the run finds them again.
             held_out.best = None
         tokens = self.saved * self.tokens_a_step
@@ -302,7 +322,9 @@ class Run:
                 self._update(loss)
                 seconds.append(time.monotonic() - started)
         _, later, first = seconds
-        return Speed(first, later, self.store.num_windows() / self.options.batch_size)
+        return Speed(
+            first, later, self.store.num_windows() / self.options.batch_size
+        )
 
     def _shown(self, loss: float | None) -> dict[str, str]:
         """The figures of the progress line."""
@@ -405,7 +427,9 @@ class Run:
         sums: defaultdict[str, float] = defaultdict(float)
         total = 0.0
         tokens = windows * self.store.length
-        with processes.bar(f"evaluating ({when})", tokens, leave=False) as progress:
+        with processes.bar(
+            f"evaluating ({when})", tokens, leave=False
+        ) as progress:
             for start in range(0, windows, size):
                 some = range(start, min(start + size, windows))
                 batch = self.store.batch("held_out", some)
@@ -435,7 +459,9 @@ class Run:
         # A target that is trained, too, is another one in each evaluation: drafts of its
         # guesses at first are the easiest.
         decisive = None if recipe.target.trainable else a_step
-        return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)
+        return Evaluation(
+            step=step, loss=loss, figures=figures, accepted=decisive
+        )
 
     def _judge(self, when: str) -> Evaluation:
         """Evaluate the current weights on held-out windows, and keep them if they are

@@ -32,7 +32,9 @@ class Muon(torch.optim.AdamW):
         weight_decay: float,
     ) -> None:
         groups = [{"muon": True, **group} for group in groups]
-        super().__init__(groups, betas=betas, weight_decay=weight_decay, fused=True)
+        super().__init__(
+            groups, betas=betas, weight_decay=weight_decay, fused=True
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -55,7 +57,9 @@ class Muon(torch.optim.AdamW):
             parameter.grad = gradient
         return None
 
-    def _step_matrices(self, stacks: list[torch.Tensor], group: dict[str, Any]) -> None:
+    def _step_matrices(
+        self, stacks: list[torch.Tensor], group: dict[str, Any]
+    ) -> None:
         """Muon's update of matrices that are views of the parameters, with moments that
         are views of our state.
         """

@@ -41,7 +41,9 @@ class TrainingOptions(BaseModel):
     steps: int | None = Field(
         None, ge=1, description="optimiser steps (default: set by --epochs)"
     )
-    sequence_length: int = Field(1024, ge=8, description="tokens per packed window")
+    sequence_length: int = Field(
+        1024, ge=8, description="tokens per packed window"
+    )
     batch_size: int = Field(
         16, ge=1, description="windows per optimiser step, over all processes"
     )
@@ -76,7 +78,10 @@ class TrainingOptions(BaseModel):
         description="largest gradient norm, separately for heads and base model",
     )
     position_share: float = Field(
-        1.0, gt=0, le=1, description="share of the positions from which a step learns"
+        1.0,
+        gt=0,
+        le=1,
+        description="share of the positions from which a step learns",
     )
     precision: Literal["bfloat16", "float32"] = Field(
         "bfloat16",
@@ -123,7 +128,8 @@ class TrainingOptions(BaseModel):
         0, description="seed of the initial heads and of the order of the data"
     )
     device: str = Field(
-        "auto", description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one"
+        "auto",
+        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
     )
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model"
@@ -170,7 +176,9 @@ class FullOptions(TrainingOptions):
         "writes OUT/base)",
     )
     base_learning_rate: float = Field(
-        1e-5, ge=0, description="peak learning rate of the base model (full recipe)"
+        1e-5,
+        ge=0,
+        description="peak learning rate of the base model (full recipe)",
     )
     distillation: float = Field(
         1.0,

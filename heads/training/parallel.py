@@ -29,7 +29,9 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise TrainingError(f"--device {name}: {str(error).splitlines()[0]}") from None
+        raise TrainingError(
+            f"--device {name}: {str(error).splitlines()[0]}"
+        ) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count() or "no"
         raise TrainingError(
@@ -46,7 +48,8 @@ def cpu_computes_bfloat16() -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     return bool(
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
     )
 
 

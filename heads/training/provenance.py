@@ -130,7 +130,9 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
     try:
         return Provenance.model_validate(read_json_object(path, instead))
     except ValidationError as error:
-        raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
+        raise HeadsError(
+            f"{named(path)}: {first_problem(error)}; {instead}"
+        ) from None
 
 
 def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -139,9 +141,13 @@ def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     Raises:
         TrainingError: as expand.
     """
-    return [{"name": file.name, "size": file.stat().st_size} for file in expand(paths)]
+    return [
+        {"name": file.name, "size": file.stat().st_size} for file in expand(paths)
+    ]
 
 
 def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
     """The names of the files that heads were trained on, which have equal sizes."""
-    return [file["name"] for file in data_files(paths) if file in facts.data_files]
+    return [
+        file["name"] for file in data_files(paths) if file in facts.data_files
+    ]

@@ -23,7 +23,9 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
-Counts = dict[str, torch.Tensor]  # sums that can be added over batches and processes
+Counts = dict[
+    str, torch.Tensor
+]  # sums that can be added over batches and processes
 
 
 def accepted_counts(right: torch.Tensor) -> Counts:
@@ -46,7 +48,9 @@ class Recipe(nn.Module, ABC):
         # options: the TrainingOptions of the kind
         self.options = options
         self.target = target
-        self.cache: StatesCache | None = None  # set by the loop if states are cached
+        self.cache: StatesCache | None = (
+            None  # set by the loop if states are cached
+        )
 
     def check(self) -> None:
         """Refuse what could not be written at the end of a run (nothing by default).
@@ -107,7 +111,9 @@ class Recipe(nn.Module, ABC):
             rows = rows[order[: max(1, round(share * len(rows)))]]
         return rows
 
-    def greedy_tokens(self, states: TargetStates, at: torch.Tensor) -> torch.Tensor:
+    def greedy_tokens(
+        self, states: TargetStates, at: torch.Tensor
+    ) -> torch.Tensor:
         """The target's likeliest token after each of some rows [...]."""
         if states.top_ids is not None:
             return states.top_ids[at, 0]

@@ -20,7 +20,9 @@ class Stopped(KeyboardInterrupt):
 
     def __init__(self, step: int, steps: int | None = None) -> None:
         of = "" if steps is None else f" of {steps}"
-        super().__init__(f"stopped at step {step}{of}; the same command continues it")
+        super().__init__(
+            f"stopped at step {step}{of}; the same command continues it"
+        )
 
 
 @contextmanager
@@ -47,7 +49,9 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+def _handled(
+    handler: Callable[[int, Any], None], *numbers: int
+) -> Iterator[None]:
     if (
         threading.current_thread() is not threading.main_thread()
     ):  # Python has no handlers there

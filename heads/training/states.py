@@ -29,7 +29,9 @@ GB = 1e9
 class Reads(NamedTuple):
     """What a kind of heads reads of the target in addition to the final states."""
 
-    exits: tuple[int, ...] = ()  # layer counts after which the normed state is needed
+    exits: tuple[
+        int, ...
+    ] = ()  # layer counts after which the normed state is needed
     stem: bool = False  # whether the last decoder layer's arguments are needed
     # Number of likeliest next tokens whose log-probabilities are distilled
     top_k: int = 0
@@ -69,7 +71,8 @@ class StatesCache:
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
         tokens = [
-            hashlib.sha256(store.tokens[split].data).hexdigest() for split in SPLITS
+            hashlib.sha256(store.tokens[split].data).hexdigest()
+            for split in SPLITS
         ]
         key = digest_of_value([FORMAT, target.digest(), tokens, store.length])
         self.folder = folder / key[:16]
@@ -96,15 +99,22 @@ class StatesCache:
             for window in batch.windows
         ]
         stored = [load_file(path) if path.exists() else {} for path in paths]
-        missing = [at for at, tensors in enumerate(stored) if needed - tensors.keys()]
+        missing = [
+            at for at, tensors in enumerate(stored) if needed - tensors.keys()
+        ]
         if missing:
             windows = [batch.windows[at] for at in missing]
-            some = self.store.batch(batch.split, windows).to(batch.input_ids.device)
+            some = self.store.batch(batch.split, windows).to(
+                batch.input_ids.device
+            )
             computed = target.run(some, self.layers, top_k=reads.top_k)
             rows = {"final": computed.final.bfloat16()}
             for layer, name in names.items():
                 rows[name] = computed.layers[layer].bfloat16()
-            if computed.top_ids is not None and computed.top_log_probs is not None:
+            if (
+                computed.top_ids is not None
+                and computed.top_log_probs is not None
+            ):
                 rows[top_ids] = computed.top_ids.int()
                 rows[top_log] = computed.top_log_probs.half()
             for name, values in rows.items():
@@ -122,7 +132,9 @@ class StatesCache:
             return values.to(batch.input_ids.device)
 
         final = joined("final", target.dtype)
-        layers = {layer: joined(name, target.dtype) for layer, name in names.items()}
+        layers = {
+            layer: joined(name, target.dtype) for layer, name in names.items()
+        }
         with torch.no_grad():
             states = target.states_of(batch, final, layers, reads.stem)
         if reads.top_k:
@@ -135,7 +147,9 @@ class StatesCache:
         windows = sum(self.store.num_windows(split) for split in SPLITS)
         states = 2 * self.target.hidden_size * (1 + len(self.layers))
         needed = windows * self.store.length * (states + 6 * self.reads.top_k)
-        files = [path for path in folder.glob("*/*") if path.parent != self.folder]
+        files = [
+            path for path in folder.glob("*/*") if path.parent != self.folder
+        ]
         others = sum(path.stat().st_size for path in files)
         if needed + others > most_bytes:
             raise TrainingError(

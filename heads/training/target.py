@@ -90,7 +90,9 @@ class Target:
         )
         self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
         self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
-        self.has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+        self.has_sinks = any(
+            hasattr(module, "sinks") for module in model.modules()
+        )
         if self.has_sinks:  # gpt-oss: only this attention reads them
             self.model.set_attn_implementation("eager")
         config = self.model.config.get_text_config()
@@ -120,14 +122,18 @@ class Target:
         """Input embeddings of tokens [...], as the model's first layer gets them: [..., hidden]."""
         return self.model.get_input_embeddings()(token_ids)
 
-    def log_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def log_probs(
+        self, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """log p of one token a row [rows] by the LM head, from final states [rows,
         hidden]; it learns if trainable.
         """
         if not self.trainable:
             return token_log_probs(hidden, tokens, self.unembedding, self.bias)
         logits = self.model.get_output_embeddings()(hidden)
-        return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+        return -nn.functional.cross_entropy(
+            logits.float(), tokens, reduction="none"
+        )
 
     def forget(self, seed: int) -> None:
         """Replace all weights by random ones, initialised by the model's class."""
@@ -169,7 +175,9 @@ class Target:
                 handle = self.layers[layer - 1].register_forward_hook(hook)
                 hooks.callback(handle.remove)
             output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
+            layers = {
+                layer: hidden.flatten(0, 1) for layer, hidden in caught.items()
+            }
             final = output.last_hidden_state.flatten(0, 1)
             states = self.states_of(batch, final, layers, stem)
         if top_k:
@@ -238,7 +246,9 @@ class Target:
             values = parameter.detach().flatten()
             step = max(1, len(values) // SAMPLED_VALUES)
             sampled = values[::step].float().cpu()
-            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+            digest.update(
+                f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode()
+            )
             digest.update(sampled.numpy().tobytes())
         return digest.hexdigest()
 

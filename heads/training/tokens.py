@@ -63,7 +63,9 @@ class Batch:
         windows, length = self.input_ids.shape
         device = self.input_ids.device
         steps = torch.arange(1, n + 1, device=device)
-        following = torch.arange(length, device=device)[:, None] + steps  # [length, n]
+        following = (
+            torch.arange(length, device=device)[:, None] + steps
+        )  # [length, n]
         is_inside = following[:, -1] < length
         following = following.clamp(max=length - 1)
         # Positions restart at every document.
@@ -73,9 +75,9 @@ class Batch:
         valid = is_inside & is_same_document
         if self.counted is not None:
             valid &= self.counted[:, following].all(dim=-1)
-        return self.input_ids[:, following].reshape(windows * length, n), valid.reshape(
-            -1
-        )
+        return self.input_ids[:, following].reshape(
+            windows * length, n
+        ), valid.reshape(-1)
 
     def to(self, device: torch.device) -> Batch:
         return replace(
@@ -175,14 +177,18 @@ class TokenStore:
         """
         windows = self.num_windows(split) if windows is None else windows
         for start in range(0, windows, LOOKED_AT):
-            batch = self.batch(split, range(start, min(start + LOOKED_AT, windows)))
+            batch = self.batch(
+                split, range(start, min(start + LOOKED_AT, windows))
+            )
             if batch.ahead(ahead)[1].any():
                 return True
         return False
 
     def batch(self, split: str, windows: Sequence[int]) -> Batch:
         """Windows of a split, by their numbers."""
-        return self.windows_at(split, [window * self.length for window in windows])
+        return self.windows_at(
+            split, [window * self.length for window in windows]
+        )
 
     def windows_at(self, split: str, begins: Sequence[int]) -> Batch:
         """Windows of a split, by the indices of their first tokens."""
@@ -191,7 +197,9 @@ class TokenStore:
         firsts = np.array(begins)[:, None]
         indices = firsts + np.arange(self.length)
         rows = tokens[indices]
-        document_starts = starts[np.searchsorted(starts, indices, side="right") - 1]
+        document_starts = starts[
+            np.searchsorted(starts, indices, side="right") - 1
+        ]
         counted = rows["counted"]
         on_grid = all(begin % self.length == 0 for begin in begins)
         return Batch(
@@ -210,13 +218,17 @@ class TokenStore:
         counts = np.zeros(vocab_size, dtype=np.int64)
         for start in range(0, len(tokens), COUNTED):
             some = tokens[start : start + COUNTED]
-            counts += np.bincount(some["id"][some["counted"]], minlength=vocab_size)
+            counts += np.bincount(
+                some["id"][some["counted"]], minlength=vocab_size
+            )
         return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
 
     def responses(self) -> Iterator[list[np.ndarray]]:
         """The token ids of each training document's stretches that count in the loss."""
         tokens = self.tokens["train"]
-        for begin, end in itertools.pairwise([*self.starts["train"], len(tokens)]):
+        for begin, end in itertools.pairwise(
+            [*self.starts["train"], len(tokens)]
+        ):
             rows = tokens[begin:end]
             edges = np.flatnonzero(
                 np.diff(rows["counted"], prepend=False, append=False)
@@ -236,7 +248,9 @@ class TokenStore:
         stamp = []
         for file in files:
             status = file.stat()
-            stamp.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
+            stamp.append(
+                [str(file.resolve()), status.st_size, status.st_mtime_ns]
+            )
         tokenizer = self.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else len(tokenizer)
@@ -252,7 +266,10 @@ class TokenStore:
         with train.open("wb") as train_file, held_out.open("wb") as held_out_file:
             file = train_file
             for document in tqdm(
-                documents.tokens(), desc="tokenising", unit=" documents", mininterval=1
+                documents.tokens(),
+                desc="tokenising",
+                unit=" documents",
+                mininterval=1,
             ):
                 ids = document.ids or []
                 if _needs_end(document, end, control):

@@ -101,7 +101,19 @@ def test_acceptance_of_all_prompts(
 ) -> None:
     """And a system that does not start is left out."""
     broken = 'broken={"method": "ngram", "num_speculative_tokens": -1}'
-    assert main([*command, "--acceptance", "--batch-sizes", "3", "--also", broken]) == 0
+    assert (
+        main(
+            [
+                *command,
+                "--acceptance",
+                "--batch-sizes",
+                "3",
+                "--also",
+                broken,
+            ]
+        )
+        == 0
+    )
     measured = turns(tmp_path)
     # Four prompts of each category, in batches of at most three.
     assert [turn["prompts"] for turn in measured] == [3, 3, 1, 1, 3, 3, 1, 1]
@@ -113,7 +125,10 @@ def test_acceptance_of_all_prompts(
         # A step emits its accepted drafts and one token, but for drafts past the last
         # token.
         assert turn["drafts"] <= turn["request_steps"] <= 15 * turn["prompts"]
-        assert turn["request_steps"] + turn["accepted_tokens"] >= 15 * turn["prompts"]
+        assert (
+            turn["request_steps"] + turn["accepted_tokens"]
+            >= 15 * turn["prompts"]
+        )
     printed = capsys.readouterr().out
     assert "8 of 8" in printed and "left out: broken: " in printed
 
@@ -128,8 +143,21 @@ def test_systems(tmp_path: Path) -> None:
         'lookup={"model": "ppd"}',
         'two={"method": "ngram", "engine": {"tensor_parallel_size": 2}}',
     )
-    systems = named(heads=(CP,), plain="ppd,ngram", drafts=16, also=also)
-    names = [BASE, CONTROL, "cp", "ppd, no heads", "ngram", "lookup", "two"]
+    systems = named(
+        heads=(CP,),
+        plain="ppd,ngram",
+        drafts=16,
+        also=also,
+    )
+    names = [
+        BASE,
+        CONTROL,
+        "cp",
+        "ppd, no heads",
+        "ngram",
+        "lookup",
+        "two",
+    ]
     assert list(systems) == names
     config = systems["cp"].speculative_config
     assert config == {"model": CP, "num_speculative_tokens": 3}
@@ -172,7 +200,9 @@ def test_bad_systems_are_refused(changes: dict[str, Any], message: str) -> None:
         systems_of(options(**changes))
 
 
-def test_prompts_of_all_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_all_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = templated(
         "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if "
         "add_generation_prompt %}!{% endif %}"
@@ -197,7 +227,8 @@ def test_prompts_of_all_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_categories_take_turns(tmp_path: Path) -> None:
     records = [
-        {"prompt_token_ids": [i] * 5, "category": name} for i, name in enumerate("aab")
+        {"prompt_token_ids": [i] * 5, "category": name}
+        for i, name in enumerate("aab")
     ]
     prompts = read_prompts(write(tmp_path / "a.jsonl", *records), "any", 9)
     assert [prompt.category for prompt in prompts] == ["a", "b", "a"]

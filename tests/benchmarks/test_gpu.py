@@ -10,13 +10,17 @@ from vllm_ppd.benchmarks.gpu import kernels
 from vllm_ppd.benchmarks.gpu.steps import by_kind
 
 
-def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "kernels.json"
     monkeypatch.setattr("sys.argv", ["kernels", "--cpu", "--out", str(out)])
     kernels.main()
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 4 * 2
-    assert all(row["torch"] > 0 and row["verdict"] == "not measured" for row in rows)
+    assert all(
+        row["torch"] > 0 and row["verdict"] == "not measured" for row in rows
+    )
 
 
 def test_calls_of_a_step_are_counted_by_kind() -> None:

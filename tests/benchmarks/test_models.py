@@ -59,7 +59,9 @@ def test_logits_of_an_inflated_model_are_the_originals(
     inflate_model(model, tmp_path / "large", times)
     small = AutoModelForCausalLM.from_pretrained(model)
     large = AutoModelForCausalLM.from_pretrained(tmp_path / "large")
-    ids = torch.randint(2, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        2, 300, (3, 40), generator=torch.Generator().manual_seed(0)
+    )
     expected = small(ids).logits
     torch.testing.assert_close(
         large(ids).logits, expected, rtol=1e-5, atol=2e-5 * float(expected.std())
@@ -82,14 +84,26 @@ def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "tiny")
     sizes: dict[str, Any] = {"rank": 2, "condition": "recurrent", "layers": (1,)}
     inflate_model(model, tmp_path / "large", 3)
-    config = config_of("cp", model, inner_size=32, token_counts=False, **sizes)
+    config = config_of(
+        "cp",
+        model,
+        inner_size=32,
+        token_counts=False,
+        **sizes,
+    )
     tensors = {
         name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()
     }
     save_heads(tmp_path / "head", config, tensors)
-    inflate_heads(tmp_path / "head", tmp_path / "large", tmp_path / "heads", 3)
+    inflate_heads(
+        tmp_path / "head",
+        tmp_path / "large",
+        tmp_path / "heads",
+        3,
+    )
     head, larger = (
-        CPHead(*load_tensors(tmp_path / name, CPConfig)) for name in ("head", "heads")
+        CPHead(*load_tensors(tmp_path / name, CPConfig))
+        for name in ("head", "heads")
     )
     final = torch.randn(5, 64)
     layer = torch.randn(5, 64)
@@ -99,7 +113,12 @@ def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
     padded = torch.nn.functional.pad(final, (0, 128))
     read = torch.cat([padded, layer, layer, layer], dim=-1)
     states = larger.states(read, embedded.repeat(1, 1, 3))
-    torch.testing.assert_close(states[..., :64], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        states[..., :64],
+        expected,
+        rtol=1e-4,
+        atol=1e-4,
+    )
     assert not states[..., 64:].any()
 
 
@@ -124,7 +143,11 @@ def test_an_inflated_engine_says_and_accepts_what_the_original_does(
     tmp_path: Path, kind: str
 ) -> None:
     heads = str(HEADS / kind)
-    run(InflateOptions(model=str(DEMO), heads=(heads,), times=2, out=str(tmp_path)))
+    run(
+        InflateOptions(
+            model=str(DEMO), heads=(heads,), times=2, out=str(tmp_path)
+        )
+    )
     options: dict[str, Any] = {"num_speculative_tokens": 2}
     if kind == "early":
         options["exit_layer"] = 9
@@ -155,7 +178,9 @@ def test_an_eagle_head_drafts_in_vllm(tmp_path: Path) -> None:
     assert llm.counts["accepted"] > 0
 
 
-def test_answers_come_back_with_the_prompts_that_are_there(tmp_path: Path) -> None:
+def test_answers_come_back_with_the_prompts_that_are_there(
+    tmp_path: Path,
+) -> None:
     tokenizer = templated("{{ messages[-1].content }}")
     tokenizer.save_pretrained(tmp_path)
     one, two = tokenizer(["one", "two"])["input_ids"]
@@ -183,15 +208,31 @@ SMOLLM = "build/smollm/model", "benchmarks/smollm/heads/cp"
     [
         ((), "benchmarks/demo/model", "ppd"),
         (("MODEL=smollm", "HEADS=cp"), *SMOLLM),
-        (("MODEL=/models/other", "HEADS=/some/heads"), "/models/other", "/some/heads"),
+        (
+            ("MODEL=/models/other", "HEADS=/some/heads"),
+            "/models/other",
+            "/some/heads",
+        ),
     ],
 )
 def test_make_serve_takes_heads_of_the_model(
     arguments: tuple[str, ...], target: str, drafts: str
 ) -> None:
-    command = ["make", "-n", "serve", "-o", "setup", *arguments]
+    command = [
+        "make",
+        "-n",
+        "serve",
+        "-o",
+        "setup",
+        *arguments,
+    ]
     printed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert f"vllm serve {target} --port 8000 --speculative-model {drafts} " in printed
-    assert ("benchmarks.models smollm" in printed) == ("MODEL=smollm" in arguments)
+    assert (
+        f"vllm serve {target} --port 8000 --speculative-model {drafts} "
+        in printed
+    )
+    assert ("benchmarks.models smollm" in printed) == (
+        "MODEL=smollm" in arguments
+    )

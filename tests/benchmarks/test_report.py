@@ -47,10 +47,30 @@ def test_ratios_are_paired_by_round() -> None:
     per second do.
     """
     run = run_of(
-        timed(BASE, 0, 20, 1.0),
-        timed(BASE, 1, 20, 2.0),
-        timed("a", 0, 30, 1.0),
-        timed("a", 1, 30, 2.0),
+        timed(
+            BASE,
+            0,
+            20,
+            1.0,
+        ),
+        timed(
+            BASE,
+            1,
+            20,
+            2.0,
+        ),
+        timed(
+            "a",
+            0,
+            30,
+            1.0,
+        ),
+        timed(
+            "a",
+            1,
+            30,
+            2.0,
+        ),
     )
     assert speed_up(run, "a", 2) == pytest.approx((1.5, 1.5, 1.5))
     assert speed_up(run, "a", 4) is None
@@ -61,8 +81,24 @@ def test_ratios_are_paired_by_round() -> None:
 
 
 def test_an_interval_covers_the_rounds() -> None:
-    turns = [timed(BASE, number, 10, 1.0) for number in range(5)]
-    turns += [timed("a", number, 10 + number, 1.0) for number in range(5)]
+    turns = [
+        timed(
+            BASE,
+            number,
+            10,
+            1.0,
+        )
+        for number in range(5)
+    ]
+    turns += [
+        timed(
+            "a",
+            number,
+            10 + number,
+            1.0,
+        )
+        for number in range(5)
+    ]
     estimate = speed_up(run_of(*turns), "a", 2)
     assert (
         estimate is not None
@@ -88,7 +124,22 @@ def part(
 
 
 def test_acceptance_by_system_and_category() -> None:
-    run = run_of(part("a", 0, "qa", 4, []), part("a", 1, "code", 6, [1]))
+    run = run_of(
+        part(
+            "a",
+            0,
+            "qa",
+            4,
+            [],
+        ),
+        part(
+            "a",
+            1,
+            "code",
+            6,
+            [1],
+        ),
+    )
     assert cells_of(acceptance_table(run))[1] == [
         "a",
         "3 of 4",

@@ -10,8 +10,23 @@ from typing import Any
 import preempted
 import pytest
 import tiny
-from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts, run_arrivals
-from conftest import Factory, counting, end_workers, engines, full_but, start_engine
+from cases import (
+    CASES,
+    SCHEMA,
+    after_a_prefix,
+    generate,
+    greedy,
+    prompts,
+    run_arrivals,
+)
+from conftest import (
+    Factory,
+    counting,
+    end_workers,
+    engines,
+    full_but,
+    start_engine,
+)
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
@@ -66,7 +81,9 @@ SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
 
 
 @pytest.fixture(scope="module")
-def group(tiny_model: Factory, with_heads: Factory) -> Iterator[Callable[..., Any]]:
+def group(
+    tiny_model: Factory, with_heads: Factory
+) -> Iterator[Callable[..., Any]]:
     """group(options, family, **settings): an engine of two stages."""
     with engines(tiny_model) as get:
 
@@ -85,13 +102,20 @@ def group(tiny_model: Factory, with_heads: Factory) -> Iterator[Callable[..., An
 @pytest.fixture(scope="module")
 def plain(tiny_model: Factory) -> Any:
     """vLLM alone on runner V2, the reference for seeds and prefixes."""
-    return start_engine(tiny_model(), None, on_v2=True, **SETTINGS)
+    return start_engine(
+        tiny_model(),
+        None,
+        on_v2=True,
+        **SETTINGS,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES))
 )
-def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> None:
+def test_same_tokens(
+    alone: Factory, group: Factory, name: str, case: str
+) -> None:
     assert CASES[case](group(VARIANTS[name])) == alone(case)
 
 
@@ -146,7 +170,13 @@ def test_seeded_requests_draw_as_without_speculation(
         {},
     ]
     params = [
-        greedy(30, temperature=0.8, seed=i, **limit) for i, limit in enumerate(limits)
+        greedy(
+            30,
+            temperature=0.8,
+            seed=i,
+            **limit,
+        )
+        for i, limit in enumerate(limits)
     ]
     # Prompts that are read in chunks as well, whose tokens are drawn at the same
     # positions.
@@ -173,7 +203,9 @@ REPEATED = {"prompt_token_ids": [(11 * i) % 250 + 2 for i in range(65)]}
 SINGLE = {"prompt_token_ids": [77]}
 
 
-def _joined(llm: Any, running: int, params: SamplingParams) -> dict[str, list[int]]:
+def _joined(
+    llm: Any, running: int, params: SamplingParams
+) -> dict[str, list[int]]:
     """Prompts with one token to compute that join requests which have decoded for some steps."""
     generate(llm, [REPEATED], greedy(2))
     arrivals = {
@@ -216,11 +248,18 @@ def test_thinking_budget(plain: Any, group: Factory) -> None:
         for text in ("<t>", "</t>")
     )
     requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
-    params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
+    params = [
+        greedy(),
+        greedy(),
+        greedy(),
+        greedy(thinking_token_budget=6),
+        greedy(),
+    ]
     got = generate(group(), requests, params)
     assert got == generate(plain, requests, params)
     ended = [
-        any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got
+        any(tokens[at : at + len(end)] == end for at in range(40))
+        for tokens in got
     ]
     assert ended == [False, False, False, True, False]
 
@@ -247,7 +286,9 @@ def test_preemption(plain: Any, group: Factory) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma3", "qwen2", "qwen3", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "qwen2", "qwen3", "mistral", "phi3"]
+)
 def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its
     norms are of another kind.
@@ -263,14 +304,18 @@ def test_families(engine: Factory, group: Factory, family: str) -> None:
 
 
 @pytest.mark.full
-def test_trained_heads_are_right_more_often(alone: Factory, group: Factory) -> None:
+def test_trained_heads_are_right_more_often(
+    alone: Factory, group: Factory
+) -> None:
     rates = []
     fitted = ("early", {"head": "classifier"})
     for options in (CANDIDATES, CANDIDATES | {"heads": fitted}):
         llm = group(options)
         with counting(llm) as seen:
             assert CASES["batch_1"](llm) == alone("batch_1")
-        rates.append(seen["group_hits"] / (seen["group_hits"] + seen["group_misses"]))
+        rates.append(
+            seen["group_hits"] / (seen["group_hits"] + seen["group_misses"])
+        )
     assert rates[1] > rates[0] + 0.05
 
 
@@ -292,9 +337,13 @@ def test_weights_that_change_reach_both_stages(
 ) -> None:
     """The first stage reads candidates by its copy of the last one's norm and LM head."""
     requests = prompts(4)
-    other = made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
+    other = made_once(
+        "llama-other", lambda folder: tiny.make_model(folder, seed=1)
+    )
     llm = group(VARIANTS["late"], seed=1)  # an engine of its own
-    assert generate(llm, requests, greedy()) == generate(engine(), requests, greedy())
+    assert generate(llm, requests, greedy()) == generate(
+        engine(), requests, greedy()
+    )
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     llm.reset_prefix_cache()
     with counting(llm) as seen:
@@ -311,7 +360,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import ray
     from vllm.platforms.cpu import CpuPlatform
 
-    def name_devices() -> None:  # in the workers; a nested function travels by value
+    def name_devices() -> (
+        None
+    ):  # in the workers; a nested function travels by value
         from vllm.platforms.cpu import CpuPlatform
 
         CpuPlatform.ray_device_key = "GPU"

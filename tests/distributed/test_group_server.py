@@ -62,12 +62,17 @@ def test_a_stage_that_dies_ends_the_server(
             answers.append(error)
 
     try:
-        line = "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates"
+        line = (
+            "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates"
+        )
         assert line in server.log.read_text()
         assert server.complete().json()["usage"]["completion_tokens"] == 24
         metrics = server.metrics()
         assert metrics["ppd:group_micro_steps_total"] == 23
-        assert metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"] == 22
+        assert (
+            metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"]
+            == 22
+        )
         root = psutil.Process(server.process.pid)
         members = [root, *root.children(recursive=True)]
         (worker,) = [

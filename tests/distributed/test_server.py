@@ -28,10 +28,15 @@ ARGUMENTS = {
     "type": "object",
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
 }
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}
+]
 PAIR = {"a": {"type": "integer"}, "b": {"type": "string"}}
 ANSWER = {**SCHEMA, "properties": PAIR, "required": ["a", "b"]}
-JSON = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+JSON = {
+    "type": "json_schema",
+    "json_schema": {"name": "answer", "schema": ANSWER},
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +66,17 @@ def server(
 
 def grown(server: Server, before: dict[str, float]) -> dict[str, float]:
     """By how much each series of /metrics has grown."""
-    return {name: value - before[name] for name, value in server.metrics().items()}
+    return {
+        name: value - before[name] for name, value in server.metrics().items()
+    }
 
 
 def test_completion_and_counters(server: Server) -> None:
     before = server.metrics()
     answer = server.complete(prompt=["def a(", "import os", "class B:"]).json()
-    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    assert [choice["finish_reason"] for choice in answer["choices"]] == [
+        "length"
+    ] * 3
     assert answer["usage"]["completion_tokens"] == 72
     change = grown(server, before)
     drafts, drafted, accepted, per_position = (
@@ -120,7 +129,10 @@ def test_request_switch(server: Server) -> None:
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": ["def", "import"]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "def"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "def"}]},
+        ),
         ("/v1/responses", {"input": "def", "max_output_tokens": 4}),
     ],
 )
@@ -129,7 +141,10 @@ def test_bad_options_are_refused_before_a_stream_begins(
 ) -> None:
     body = {"model": server.model, "max_tokens": 4, "stream": True, **body}
     for options, expected in (
-        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe'"),
+        (
+            {"vllm_xargs": {"ppd_draft": "maybe"}},
+            "vllm_xargs['ppd_draft']='maybe'",
+        ),
         ({"vllm_xargs": {"ppd_drafts": 0}}, "did you mean 'ppd_draft'?"),
         ({"vllm_xargs": {"ppd_eps_b": 0.5}}, "vllm_xargs"),
         ({"vllm_xargs": {"ppd_draft": "x" * 10**6}}, "vllm_xargs"),
@@ -138,9 +153,13 @@ def test_bad_options_are_refused_before_a_stream_begins(
         assert answer.status_code == 400, answer.text[:500]
         message = answer.json()["error"]["message"]
         assert expected in message and len(message) <= 300
-    answer = server.http.post(path, json={**body, "vllm_xargs": {"ppd_draft": False}})
+    answer = server.http.post(
+        path, json={**body, "vllm_xargs": {"ppd_draft": False}}
+    )
     assert answer.status_code == 200
-    assert "error" not in answer.text.replace('"error":null', ""), answer.text[:500]
+    assert "error" not in answer.text.replace('"error":null', ""), answer.text[
+        :500
+    ]
 
 
 def test_a_sampling_option_that_drafts_exclude_is_refused(server: Server) -> None:
@@ -169,7 +188,14 @@ def test_streamed_and_aborted(server: Server) -> None:
 
 def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory) -> None:
     options = ["--speculative-model", "ppd", "--ppd-exit-layer", "9"]
-    command = [*VLLM, "serve", str(tiny_model()), "--dtype", "float32", *options]
+    command = [
+        *VLLM,
+        "serve",
+        str(tiny_model()),
+        "--dtype",
+        "float32",
+        *options,
+    ]
     environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=300
@@ -177,7 +203,9 @@ def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory) -> None:
     assert run.returncode != 0
     assert "Traceback" not in run.stderr, run.stderr[-2000:]
     assert "Loading" not in run.stderr + run.stdout
-    line = "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers"
+    line = (
+        "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers"
+    )
     assert run.stderr.strip().splitlines()[-1] == line
 
 
@@ -196,7 +224,9 @@ def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
         **body,
     }
     answer: dict[str, Any] = defaultdict(str)
-    with server.http.stream("POST", "/v1/chat/completions", json=request) as stream:
+    with server.http.stream(
+        "POST", "/v1/chat/completions", json=request
+    ) as stream:
         assert stream.status_code == 200
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
@@ -218,11 +248,15 @@ def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
 def same_with_drafts(server: Server, said: str, **body: Any) -> dict[str, Any]:
     """A streamed answer, which is the same without drafts."""
     answer = streamed(server, said, **body)
-    assert answer == streamed(server, said, vllm_xargs={"ppd_draft": False}, **body)
+    assert answer == streamed(
+        server, said, vllm_xargs={"ppd_draft": False}, **body
+    )
     return answer
 
 
-def with_most_drafts_accepted(server: Server, said: str, **body: Any) -> dict[str, Any]:
+def with_most_drafts_accepted(
+    server: Server, said: str, **body: Any
+) -> dict[str, Any]:
     """The same, of which more than half of the drafts are accepted."""
     before = server.metrics()
     streamed(server, said, **body)

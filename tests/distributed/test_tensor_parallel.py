@@ -32,7 +32,15 @@ def two_ranks(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
 
 
 # Each rank holds its part of the heads.
-NAMES = ["heads", "classifiers", "cp", "cp-full", "cp-layers", "dynamo", "recurrent"]
+NAMES = [
+    "heads",
+    "classifiers",
+    "cp",
+    "cp-full",
+    "cp-layers",
+    "dynamo",
+    "recurrent",
+]
 
 
 @pytest.mark.parametrize("name", full_but({"heads"}, NAMES))
@@ -48,7 +56,9 @@ def test_two_ranks(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1}], ids=["", "lookup"])
+@pytest.mark.parametrize(
+    "lookup", [{}, {"prompt_lookup_min": 1}], ids=["", "lookup"]
+)
 def test_two_ranks_adaptive(
     two_ranks: Factory, alone: Factory, lookup: dict[str, Any]
 ) -> None:
@@ -62,6 +72,8 @@ def test_two_ranks_adaptive(
         **lookup,
     }
     # vLLM imports the extension in each rank
-    said, counts = two_ranks(options, cases, worker_extension_cls="clocks.OtherClock")
+    said, counts = two_ranks(
+        options, cases, worker_extension_cls="clocks.OtherClock"
+    )
     assert said == {case: alone(case) for case in cases}
     assert counts["deferred_steps"] > 0

@@ -69,7 +69,9 @@ class Recording(TorchDispatchMode):
         self.plans: dict[
             int, torch.Tensor
         ] = {}  # by what stood in its place at the recording
-        self.kept: list[torch.Tensor] = []  # which no other tensor may be taken for
+        self.kept: list[
+            torch.Tensor
+        ] = []  # which no other tensor may be taken for
 
     def __torch_dispatch__(
         self,

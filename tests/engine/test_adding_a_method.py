@@ -27,7 +27,12 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(MODULE)
     exec(drafter, module.__dict__)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setattr(methods, "repeat", module, raising=False)
+    monkeypatch.setattr(
+        methods,
+        "repeat",
+        module,
+        raising=False,
+    )
     monkeypatch.setitem(METHODS, "repeat", METHODS["cp"])  # taken back at the end
     exec(record, {"METHODS": METHODS, "MethodSpec": MethodSpec})
 
@@ -37,5 +42,7 @@ def test_the_example_drafts_exactly(repeat: None, engine: Factory) -> None:
     # right at times.
     requests = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
     llm = engine({"method": "repeat", "num_speculative_tokens": 2})
-    assert generate(llm, requests, greedy()) == generate(engine(), requests, greedy())
+    assert generate(llm, requests, greedy()) == generate(
+        engine(), requests, greedy()
+    )
     assert 0 < llm.counts["accepted"] < llm.counts["drafted"]

@@ -27,7 +27,8 @@ def llama4(made_once: Factory) -> Path:
         "moe_layers": [],
     }
     return made_once(
-        "llama4-chunked", lambda folder: tiny.make_model(folder, "llama4", **sizes)
+        "llama4-chunked",
+        lambda folder: tiny.make_model(folder, "llama4", **sizes),
     )
 
 
@@ -43,7 +44,9 @@ def test_output_is_vllms_across_chunks(
         for i in range(2)
     ]
     settings: dict[str, Any] = {"max_num_seqs": 4, "block_size": CHUNK}
-    expected = generate(start_engine(llama4, None, **settings), requests, greedy(48))
+    expected = generate(
+        start_engine(llama4, None, **settings), requests, greedy(48)
+    )
     options = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3}
     llm = start_engine(llama4, options, **settings)
     assert not drafter_of(llm).passes.capturable

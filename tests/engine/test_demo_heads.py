@@ -33,7 +33,9 @@ def calibration(
     """calibration(variant) on held-out files, the target found from the repository's root."""
     from vllm_ppd.benchmarks.models.corpus import split
 
-    data = write_texts(tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1])
+    data = write_texts(
+        tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1]
+    )
 
     def opened(heads: str) -> Calibration:
         return open_calibration(
@@ -49,7 +51,14 @@ def calibration(
         folder = tmp_path_factory.mktemp("recurrent") / "heads"
         texts = shipped.greedy.ids[:8, :128].tolist()
         options = {"rank": 2, "condition": "recurrent"}
-        overfitted.fit(DEMO, "cp", texts, folder, 8, **options)
+        overfitted.fit(
+            DEMO,
+            "cp",
+            texts,
+            folder,
+            8,
+            **options,
+        )
         return opened(str(folder))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -81,12 +90,24 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     if size < WHOLE:
         short = most_frequent(calibration.tensors[config.counts_tensor], size)
     if config.kind == "cp":
-        return cp.drafted(calibration, CPHead, texts, short)[2]
-    return dynamo.drafted(calibration, texts, (0.0,), short)[0.0, 2]
+        return cp.drafted(
+            calibration,
+            CPHead,
+            texts,
+            short,
+        )[2]
+    return dynamo.drafted(
+        calibration,
+        texts,
+        (0.0,),
+        short,
+    )[0.0, 2]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("variant", full_but({"early", "cp, 1024 tokens"}, OPTIONS))
+@pytest.mark.parametrize(
+    "variant", full_but({"early", "cp, 1024 tokens"}, OPTIONS)
+)
 def test_engine_counts_what_calibration_expects(
     calibration: Factory, variant: str
 ) -> None:
@@ -105,14 +126,18 @@ def test_engine_counts_what_calibration_expects(
     )
     for temperature, rounds in ((0.0, 1), (0.8, 3)):
         outputs = llm.generate(
-            requests * rounds, greedy(TOKENS, temperature=temperature), use_tqdm=False
+            requests * rounds,
+            greedy(TOKENS, temperature=temperature),
+            use_tqdm=False,
         )
         seen = counted(outputs, OPTIONS[variant]["num_speculative_tokens"])
         ids = torch.tensor(
             [o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs]
         )
         lengths = torch.full((len(ids),), TOKENS)
-        texts = Texts(ids, PROMPT, lengths, temperature, torch.zeros_like(lengths))
+        texts = Texts(
+            ids, PROMPT, lengths, temperature, torch.zeros_like(lengths)
+        )
         expected = predicted(variant, made, texts)
         if temperature:
             # DynaMo's drafts are expected to be accepted as by rejection sampling,
@@ -120,7 +145,9 @@ def test_engine_counts_what_calibration_expects(
             assert seen["accepted"] == pytest.approx(
                 expected.accepted, rel=0.08 if "dynamo" in variant else 0.05
             )
-        elif "dynamo" in variant:  # what calibration backs off from is verified as well
+        elif (
+            "dynamo" in variant
+        ):  # what calibration backs off from is verified as well
             assert seen["accepted"] == expected.accepted
         else:
             counts = [seen["drafts"], seen["drafted"], seen["accepted"]]

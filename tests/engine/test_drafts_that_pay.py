@@ -93,7 +93,9 @@ def test_hard_cut_off(engine: Factory, drafting: Factory, name: str) -> None:
     llm = drafting({**METHODS[name], "disable_by_batch_size": 2})
     crowd = prompts(3, 20)
     with counting(llm) as seen:
-        assert generate(llm, crowd, greedy(8)) == generate(engine(), crowd, greedy(8))
+        assert generate(llm, crowd, greedy(8)) == generate(
+            engine(), crowd, greedy(8)
+        )
     assert seen["drafted"] == 0
     params = [greedy(4), greedy(4), greedy(24)]
     with counting(llm) as seen:

@@ -43,9 +43,13 @@ def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
     """vLLM reduces an automatic --max-model-len to what the KV cache holds, after the
     model has loaded.
     """
-    runner = runner_of(engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20))
+    runner = runner_of(
+        engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20)
+    )
     longest = runner.model_config.hf_config.max_position_embeddings
-    assert runner.speculator.passes.max_model_len == runner.max_model_len < longest
+    assert (
+        runner.speculator.passes.max_model_len == runner.max_model_len < longest
+    )
 
 
 def test_shallow_work_is_not_done_twice(
@@ -63,7 +67,12 @@ def test_shallow_work_is_not_done_twice(
     def call(self: Any, input_ids: Any, positions: Any, *rest: Any) -> Any:
         if self is first:
             tokens.append(len(positions))
-        return stock(self, input_ids, positions, *rest)
+        return stock(
+            self,
+            input_ids,
+            positions,
+            *rest,
+        )
 
     monkeypatch.setattr(type(first), "__call__", call)
     request = prompts(1, 20)
@@ -75,7 +84,9 @@ def test_shallow_work_is_not_done_twice(
     assert modes["deep"] - 1 <= seen["deferred_steps"] <= modes["deep"]
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
     width = speculator.deferred.width
-    assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
+    assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (
+        cycles * width
+    )
 
 
 def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:

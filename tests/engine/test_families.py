@@ -66,7 +66,12 @@ def whole_model(
     """
     decoder = adapter.decoder
     if not isinstance(adapter, TransformersAdapter):
-        return type(decoder).forward(decoder, input_ids, positions, None)
+        return type(decoder).forward(
+            decoder,
+            input_ids,
+            positions,
+            None,
+        )
     output = type(decoder).forward(
         decoder,
         input_ids=input_ids[None],
@@ -112,7 +117,12 @@ def test_cut_is_exact(
         whole = whole_model(self.adapter, input_ids, positions).clone()
         stacks = ModelCut.forward(self, input_ids, positions).clone()
         differences["cut"].append((stacks - whole).abs().max().item())
-        hidden = original(self, input_ids, positions, *rest)
+        hidden = original(
+            self,
+            input_ids,
+            positions,
+            *rest,
+        )
         if self.deferred is not None and self.deferred.mode != "full":
             differences["deferred"].append((hidden - whole).abs().max().item())
         return hidden
@@ -172,7 +182,12 @@ def test_cp_heads_need_no_adapter(
     expected = [alone(case, family=family) for case in TWO_CASES]
     model = tiny_model(family)
     sizes = {"hidden_size": AutoConfig.from_pretrained(model).hidden_size}
-    heads = heads_folders.make_heads(tmp_path / "cp", "cp", model, sizes)
+    heads = heads_folders.make_heads(
+        tmp_path / "cp",
+        "cp",
+        model,
+        sizes,
+    )
     llm = engine({"method": "cp", "model": str(heads)}, family=family)
     assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert llm.counts["drafted"] > 0

@@ -48,7 +48,11 @@ def test_lora(
     """
     # vLLM's CPU build gives requests without an adapter the last one's place, which
     # must be empty.
-    settings = {"enable_lora": True, "max_lora_rank": adapters.RANK, "max_loras": 2}
+    settings = {
+        "enable_lora": True,
+        "max_lora_rank": adapters.RANK,
+        "max_loras": 2,
+    }
     folder = adapters.make_adapter(tmp_path, tiny_model())
     adapter = LoRARequest("random", 1, str(folder))
     options = {"method": kind, "model": fitted_heads(kind, **how)}
@@ -104,7 +108,9 @@ def test_kv_connector(
         kv_connector_extra_config=where,
     )
     requests = prompts(4, 100)
-    options = with_heads({**METHODS[name], "adaptive": True, "step_costs": "measure"})
+    options = with_heads(
+        {**METHODS[name], "adaptive": True, "step_costs": "measure"}
+    )
     expected = generate(engine(), requests, greedy())
     # One a process, and its end is the test's
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
@@ -125,7 +131,9 @@ def test_kv_connector(
     for hit in (False, True):
         with counting(llm) as seen:
             outputs = llm.generate(requests, greedy(), use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [
+            list(output.outputs[0].token_ids) for output in outputs
+        ] == expected
         for output in outputs:
             blocks = (len(output.prompt_token_ids) - 1) // 32
             assert output.num_cached_tokens == (32 * blocks if hit else 0)
@@ -156,7 +164,9 @@ def test_sleep_level_1(
     )
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
     monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: None)
-    llm = drafting(METHODS[name], enable_sleep_mode=True, enable_prefix_caching=True)
+    llm = drafting(
+        METHODS[name], enable_sleep_mode=True, enable_prefix_caching=True
+    )
     expected = CASES["batch_16"](engine())
     assert CASES["batch_16"](llm) == expected
     with pytest.raises(OptionError, match="sleep level 2 is not supported"):

@@ -33,7 +33,9 @@ def model(
     tiny_model: Factory,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("chatty") / "model")
+    folder = shutil.copytree(
+        tiny_model(), tmp_path_factory.mktemp("chatty") / "model"
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -55,25 +57,55 @@ def test_prompts_are_continued_as_asked(
     engine: generation.OfflineEngine, model: Path
 ) -> None:
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)
+    ids = target.generate(
+        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False
+    )
     greedy = ids[0, len(PROMPT) :].tolist()
     (first,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12))
     (narrow,) = engine.generate([PROMPT], [2], Sampling(1.0, 1e-6, 12))
     assert first.token_ids == narrow.token_ids == greedy
-    a, again, b = engine.generate([PROMPT] * 3, [3, 3, 4], Sampling(1.0, 0.95, 12))
+    a, again, b = engine.generate(
+        [PROMPT] * 3, [3, 3, 4], Sampling(1.0, 0.95, 12)
+    )
     assert a.token_ids == again.token_ids != b.token_ids
     assert a.token_ids != greedy
 
 
 def test_continuations_end_as_asked(engine: generation.OfflineEngine) -> None:
-    (words,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, detokenize=True))
+    (words,) = engine.generate(
+        [PROMPT],
+        [1],
+        Sampling(
+            0.0,
+            1.0,
+            12,
+            detokenize=True,
+        ),
+    )
     assert (words.finish_reason, len(words.token_ids)) == ("length", 12)
     stop = words.token_ids[4]
     text = words.text[4:6]
-    (by_id,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12, [stop]))
+    (by_id,) = engine.generate(
+        [PROMPT],
+        [1],
+        Sampling(
+            0.0,
+            1.0,
+            12,
+            [stop],
+        ),
+    )
     assert by_id.token_ids == words.token_ids[: words.token_ids.index(stop) + 1]
     (by_text,) = engine.generate(
-        [PROMPT], [1], Sampling(0.0, 1.0, 12, stop=[text], detokenize=True)
+        [PROMPT],
+        [1],
+        Sampling(
+            0.0,
+            1.0,
+            12,
+            stop=[text],
+            detokenize=True,
+        ),
     )
     assert by_text.text == words.text.partition(text)[0]
     assert by_id.finish_reason == by_text.finish_reason == "stop"
@@ -94,7 +126,12 @@ def test_chats_are_answered_and_trained_on(
     chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     asked.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
-    flags = ["--batch=4", "--max-length=128", "--max-tokens=24", "--temperature=1"]
+    flags = [
+        "--batch=4",
+        "--max-length=128",
+        "--max-tokens=24",
+        "--temperature=1",
+    ]
 
     def written(name: str, *more: str) -> list[dict[str, Any]]:
         out = tmp_path / name
@@ -106,7 +143,8 @@ def test_chats_are_answered_and_trained_on(
     assert "6 chats, " in capsys.readouterr().out
     for chat, text in zip(whole, texts, strict=True):
         assert (
-            words.decode(chat["prompt_token_ids"]) == f"<user>{text}<|end|><assistant>"
+            words.decode(chat["prompt_token_ids"])
+            == f"<user>{text}<|end|><assistant>"
         )
         assert (chat["token_ids"][-1] == words.eos_token_id) == (
             chat["finish_reason"] == "stop"
@@ -114,24 +152,41 @@ def test_chats_are_answered_and_trained_on(
     assert written("parts.jsonl", "--number", "2") == whole[:2]
     assert written("parts.jsonl") == whole
     heads = tmp_path / "heads"
-    places = [f"--model={model}", f"--out={heads}", f"--data={tmp_path}/whole.jsonl"]
-    sizes = ["--steps=1", "--sequence-length=64", "--batch-size=1", "--device=cpu"]
+    places = [
+        f"--model={model}",
+        f"--out={heads}",
+        f"--data={tmp_path}/whole.jsonl",
+    ]
+    sizes = [
+        "--steps=1",
+        "--sequence-length=64",
+        "--batch-size=1",
+        "--device=cpu",
+    ]
     assert main(["train", "early", *places, *sizes]) == 0
-    assert json.loads((heads / "provenance.json").read_text())["documents_in_data"] == 6
+    assert (
+        json.loads((heads / "provenance.json").read_text())["documents_in_data"]
+        == 6
+    )
 
 
 def test_cores_memory_and_precision_are_the_machines_unless_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(platform, "is_cpu", lambda: True)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False
+    )
     monkeypatch.setattr(generation, "cpu_computes_bfloat16", lambda: False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     options = DataOptions(model="any", out="-")
     arguments = generation.engine_arguments(options)
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert arguments["dtype"] == "float32" and "kv_cache_memory_bytes" not in arguments
+    assert (
+        arguments["dtype"] == "float32"
+        and "kv_cache_memory_bytes" not in arguments
+    )
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     options = DataOptions(model="any", out="-", precision="bfloat16")

@@ -10,7 +10,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(torch.cuda.is_available(), reason="run tests/interpreted there")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="run tests/interpreted there"
+)
 @pytest.mark.parametrize("method", full_but({"cp"}, ["cp", "early", "dynamo"]))
 def test_engines_run_the_kernels(method: str) -> None:
     cases = ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py"

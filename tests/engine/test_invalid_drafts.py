@@ -59,7 +59,12 @@ def test_damaged_heads_change_nothing(
     params = [
         greedy(12),
         greedy(12, temperature=0.8, seed=3),
-        greedy(12, temperature=0.8, top_p=0.9, seed=4),
+        greedy(
+            12,
+            temperature=0.8,
+            top_p=0.9,
+            seed=4,
+        ),
     ]
     kind = "early" if method == "ppd" else method
     how = {"condition": "none"} if method == "cp" else {}
@@ -68,7 +73,9 @@ def test_damaged_heads_change_nothing(
     expected = generate(engine(on_v2=True), prompts(3), params)
     with our_log() as messages, counting(llm) as seen:
         assert generate(llm, prompts(3), params) == expected
-    warnings = [message for message in messages if "NaN or infinite logits" in message]
+    warnings = [
+        message for message in messages if "NaN or infinite logits" in message
+    ]
     assert len(warnings) == 1 and len(warnings[0]) <= 300
     # A stand-in may be right
     assert seen["invalid_drafts"] > 20 and seen["accepted"] < 3

@@ -47,9 +47,16 @@ def stored(model: Path, name: str) -> torch.Tensor:
 
 
 def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
-    heads = heads_folders.make_heads(tmp_path / "heads", "cp", phi, SIZES)
+    heads = heads_folders.make_heads(
+        tmp_path / "heads",
+        "cp",
+        phi,
+        SIZES,
+    )
     options = {"method": "cp", "model": str(heads), "draft_vocab_size": 100}
-    lm_head = drafter_of(start_engine(phi, options, dtype="bfloat16")).target.lm_head
+    lm_head = drafter_of(
+        start_engine(phi, options, dtype="bfloat16")
+    ).target.lm_head
     for token_ids in (torch.arange(tiny.VOCAB), None):
         rows, bias = lm_head.rows(token_ids)
         assert torch.equal(rows[: tiny.VOCAB], stored(phi, "weight"))
@@ -63,8 +70,17 @@ def test_whole_heads_draft_with_the_bias(
     size: int | None,
 ) -> None:
     """As they are trained: whole classifiers that are zero draft the token of the largest bias."""
-    changes: dict[str, Any] = {"factorised": False, "rank": 1, "condition": "none"}
-    config = heads_folders.config_of("cp", phi, SIZES, **changes)
+    changes: dict[str, Any] = {
+        "factorised": False,
+        "rank": 1,
+        "condition": "none",
+    }
+    config = heads_folders.config_of(
+        "cp",
+        phi,
+        SIZES,
+        **changes,
+    )
     tensors = heads_folders.blank_tensors(config)
     tensors["token_counts"] = torch.arange(tiny.VOCAB, dtype=torch.int32)
     save_heads(tmp_path, config, tensors)

@@ -39,7 +39,12 @@ def test_nothing_is_drafted_where_nothing_repeats(
     engine: Factory, asynchronous: bool
 ) -> None:
     """Steps without a match are vLLM's, and drafts come as soon as a request has one."""
-    options = {"method": "ppd", **LOOKUP, "adaptive": "table", "step_costs": "measure"}
+    options = {
+        "method": "ppd",
+        **LOOKUP,
+        "adaptive": "table",
+        "step_costs": "measure",
+    }
     llm = engine(options, async_scheduling=asynchronous)
     follow(llm, 0.001)
     lookup = runner_of(llm).speculator.lookup
@@ -85,7 +90,12 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
         draft(requests, sampled)
         rows = speculator.staging.staged.rows[:requests].tolist()
         made = speculator.draft_tokens[:requests].tolist()
-        for row, of_method, tokens in zip(rows, own, made, strict=True):
+        for row, of_method, tokens in zip(
+            rows,
+            own,
+            made,
+            strict=True,
+        ):
             if row >= 0:
                 length = int(states.total_len.gpu[row])
                 text = states.all_token_ids.gpu[row, :length].tolist()

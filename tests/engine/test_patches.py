@@ -36,7 +36,9 @@ def test_the_entry_point_registers_once() -> None:
     assert EngineArgs.create_speculative_config is before
 
 
-def test_unsupported_vllm(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_vllm(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Outside the range: one line, nothing patched but the refusal, and the range in
     the refusal.
     """
@@ -85,7 +87,11 @@ def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(
 def test_data_parallel_ranks_choose_their_drafts(tiny_model: Factory) -> None:
     """vLLM takes the choice from every model, though ranks of a dense one are independent."""
     schedule = [(1, 1, 3), (2, 8, 0)]
-    stock = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    stock = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+    }
     for asked, kept in ((stock, None), (OURS, schedule)):
         vllm_config = from_dict(tiny_model(), asked)
         vllm_config.parallel_config.data_parallel_size = 2
@@ -144,7 +150,11 @@ def test_output_is_that_of_a_vllm_without_us(
     engine: Factory, tiny_model: Factory
 ) -> None:
     """The same requests in a process where VLLM_PLUGINS switches us off."""
-    environment = {**os.environ, "VLLM_PLUGINS": "", "PYTHONPATH": str(ROOT / "tests")}
+    environment = {
+        **os.environ,
+        "VLLM_PLUGINS": "",
+        "PYTHONPATH": str(ROOT / "tests"),
+    }
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny_model())],
         capture_output=True,
@@ -169,5 +179,11 @@ def test_vllms_own_methods_on_a_cpu_are_mended() -> None:
     current_platform.register_triton_kernel_overrides()
     values = torch.tensor([0.5, 0.0, 0.7])
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
-    spread = expand_batch_to_tokens(values, ends, 3, 0, 1)
+    spread = expand_batch_to_tokens(
+        values,
+        ends,
+        3,
+        0,
+        1,
+    )
     assert torch.equal(spread, values[[0, 0, 2]])

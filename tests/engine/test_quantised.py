@@ -32,7 +32,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": RECURRENT},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
-QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}
+QUICK = {
+    ("w8a8", "early"),
+    ("w8a8", "cp"),
+    ("w8a8", "dynamo"),
+    ("w8a8-amx", "early"),
+}
 # Nats between a token and the best one, from rounding to 8 bits of mantissa
 NEAR = 0.25
 CASES_OF_FORMATS = [
@@ -44,7 +49,9 @@ CASES_OF_FORMATS = [
 
 
 @pytest.fixture(scope="module")
-def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Factory:
+def started(
+    tiny_model: Factory, with_heads: Factory, made_once: Factory
+) -> Factory:
     """started(format, method): an engine; its heads were fitted to the model before it
     was quantised.
     """
@@ -57,7 +64,9 @@ def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Fac
             lambda folder: quantised.quantise(tiny_model(), folder, form),
         )
         options = (
-            None if method is None else with_heads(METHODS[method], "llama", target)
+            None
+            if method is None
+            else with_heads(METHODS[method], "llama", target)
         )
         with pytest.MonkeyPatch.context() as patch:
             if kind != form:
@@ -77,7 +86,9 @@ def as_if_amx(patch: pytest.MonkeyPatch) -> None:
             "too, but on no others"
         )
     choose = int8_kernels.check_cpu_sgl_kernel
-    with_amx = mock.patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    with_amx = mock.patch.object(
+        torch.cpu, "_is_amx_tile_supported", lambda: True
+    )
     patch.setattr(int8_kernels, "check_cpu_sgl_kernel", with_amx(choose))
 
 
@@ -100,7 +111,9 @@ def test_same_tokens(started: Factory, kind: str, method: str) -> None:
     assert llm.counts["accepted"] > 0
 
 
-def worst_token(alone: Any, requests: list[Any], outputs: list[list[int]]) -> float:
+def worst_token(
+    alone: Any, requests: list[Any], outputs: list[list[int]]
+) -> float:
     """How far, in nats, any generated token is from the one that the target holds for
     the likeliest in its place.
     """

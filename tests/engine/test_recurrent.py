@@ -27,7 +27,12 @@ def test_drafts_are_the_formula(
     """Of the whole vocabulary, and of the tokens that a text has most often; the output
     is vLLM's.
     """
-    folder = publish(tmp_path / "heads", layout, "speculator.", 2)
+    folder = publish(
+        tmp_path / "heads",
+        layout,
+        "speculator.",
+        2,
+    )
     config = LAYOUTS[layout]
     tensors = weights_of(config)
     options: dict[str, Any] = {"model": str(folder), "draft_vocab_size": size}
@@ -55,4 +60,6 @@ def test_drafts_are_the_formula(
     assert generate(llm, prompts(3), greedy(12)) == expected
     assert len(seen) >= 30
     for hidden, newest, drafted in seen:
-        assert drafted == drafts(config, tensors, hidden, newest, config["n_predict"])
+        assert drafted == drafts(
+            config, tensors, hidden, newest, config["n_predict"]
+        )

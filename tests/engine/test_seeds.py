@@ -19,13 +19,23 @@ from vllm_ppd.kernels import sampling
 from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
 
 pytestmark = pytest.mark.engine
-LENGTHS = (5, 33, 65, 129, 193)  # chunks of 64, some of which leave a single token
+LENGTHS = (
+    5,
+    33,
+    65,
+    129,
+    193,
+)  # chunks of 64, some of which leave a single token
 CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 Params = list[SamplingParams]
 
 
 def prompt(length: int, offset: int = 0) -> dict[str, list[int]]:
-    return {"prompt_token_ids": [(7 * offset + j * j) % 250 + 2 for j in range(length)]}
+    return {
+        "prompt_token_ids": [
+            (7 * offset + j * j) % 250 + 2 for j in range(length)
+        ]
+    }
 
 
 def seeded(seed: int, **settings: Any) -> SamplingParams:
@@ -45,7 +55,9 @@ def test_prompts_in_chunks_give_the_output_of_whole_prompts(
 ) -> None:
     requests = [prompt(n, n) for n in LENGTHS]
     params = [seeded(5 + i) for i in range(len(LENGTHS))]
-    expected = in_turn(engine(on_v2=True, max_num_batched_tokens=512), requests, params)
+    expected = in_turn(
+        engine(on_v2=True, max_num_batched_tokens=512), requests, params
+    )
     assert len(set(map(tuple, expected))) == len(LENGTHS)
     llm = drafting(METHODS[name], max_num_batched_tokens=64)
     assert in_turn(llm, requests, params) == expected
@@ -96,7 +108,11 @@ def test_output_is_vllms_with_other_ways_of_sampling(
 ) -> None:
     llm = drafting(METHODS[name])
     params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
-    company = [greedy(30), *params, SamplingParams(temperature=1.0, max_tokens=20)]
+    company = [
+        greedy(30),
+        *params,
+        SamplingParams(temperature=1.0, max_tokens=20),
+    ]
     requests = prompts(6, 30)
     expected = generate(engine(on_v2=True), requests[1:-1], params)
     with counting(llm) as seen:
@@ -129,7 +145,9 @@ def test_requests_repeat_from_the_prefix_cache(
     assert sum(output.num_cached_tokens for output in again) >= 3 * 32 + 4 * 64
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="draws are in a graph there")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="draws are in a graph there"
+)
 @pytest.mark.parametrize("name", ["cp", "early"])
 def test_drafts_are_drawn_with_the_targets_random_numbers(
     drafting: Factory,

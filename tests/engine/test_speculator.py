@@ -43,14 +43,21 @@ def test_proposing_never_waits_for_the_device(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(sampling, "known_unlimited", lambda *_: False)  # as on a GPU
+    monkeypatch.setattr(
+        sampling, "known_unlimited", lambda *_: False
+    )  # as on a GPU
     llm = drafting(MORE[name])
     with counting(llm) as seen, watching(drafter_of(llm)) as modes:
         CASES["batch_16"](llm)
         generate(
             llm,
             prompts(6),
-            SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12),
+            SamplingParams(
+                temperature=0.8,
+                top_k=20,
+                top_p=0.9,
+                max_tokens=12,
+            ),
         )
     assert seen["accepted"] > 0
     assert not set().union(*(mode.waits for mode in modes))
@@ -71,7 +78,9 @@ def test_both_ways_of_scheduling_give_the_same(
     core = llm.llm_engine.engine_core.engine_core
     scheduler = type(core.scheduler).__name__
     assert (scheduler, core.batch_queue_size) == (
-        ("AsyncDraftingScheduler", 2) if asynchronous else ("SyncDraftingScheduler", 1)
+        ("AsyncDraftingScheduler", 2)
+        if asynchronous
+        else ("SyncDraftingScheduler", 1)
     )
     with counting(llm) as seen:
         assert CASES["mixed_lengths"](llm) == alone("mixed_lengths")
@@ -124,7 +133,9 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
     assert seen["accepted"] > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="engines there have real graphs"
+)
 @pytest.mark.parametrize("name", METHODS)
 def test_replayed_drafts_are_those_of_the_step(
     engine: Factory,

@@ -24,7 +24,11 @@ from vllm import envs
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 from vllm_ppd.vllm_plugins.engine import step_costs, worker
-from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.dummy_steps import (
+    STEPS,
+    most_requests,
+    time_steps,
+)
 from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
 from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
 
@@ -51,9 +55,9 @@ def measured(
         late = 10.0 if len(rounds) % 2 and not delay else 1.0
         return [late * seconds(requests, count) for count in counts]
 
-    return measure.measure_table(run, largest, [0, 1, 3], lambda value: value), len(
-        rounds
-    )
+    return measure.measure_table(
+        run, largest, [0, 1, 3], lambda value: value
+    ), len(rounds)
 
 
 def test_the_fastest_round_of_each_batch_size_counts() -> None:
@@ -76,9 +80,16 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
     monkeypatch.setattr(
         measure, "time", types.SimpleNamespace(perf_counter=lambda: now)
     )
-    table = measure.measure_table(run, 256, [0, 1, 3], lambda value: value)
+    table = measure.measure_table(
+        run,
+        256,
+        [0, 1, 3],
+        lambda value: value,
+    )
     assert (
-        now < 3 * measure.SECONDS and 32 <= max(table.sizes) < 256 and 1 in table.sizes
+        now < 3 * measure.SECONDS
+        and 32 <= max(table.sizes) < 256
+        and 1 in table.sizes
     )
     costs = StepCosts(table)
     assert costs.seconds(256, 0, 3) == pytest.approx(4 * costs.seconds(256, 0, 0))
@@ -99,9 +110,17 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
         def run(requests: int, counts: Sequence[int]) -> list[float]:
             ran.append(requests)
             time.sleep(0.02 * (rank == busy))
-            return [(1.0 + (rank == busy) * len(ran)) * (1 + count) for count in counts]
+            return [
+                (1.0 + (rank == busy) * len(ran)) * (1 + count)
+                for count in counts
+            ]
 
-        return ran, measure.measure_table(run, 64, [0, 1, 3], from_first_rank)
+        return ran, measure.measure_table(
+            run,
+            64,
+            [0, 1, 3],
+            from_first_rank,
+        )
 
     def noted(value: Any) -> Any:
         values.append(value)
@@ -158,7 +177,9 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     shutil.copytree(whole_heads("cp"), heads)
 
     def kept_in() -> Path:
-        vllm_config = from_dict(tiny_model(), {"method": "cp", "model": str(heads)})
+        vllm_config = from_dict(
+            tiny_model(), {"method": "cp", "model": str(heads)}
+        )
         return step_costs.cache_file(drafting_config(vllm_config), vllm_config)
 
     first = kept_in()
@@ -255,8 +276,12 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     table = CostTable(sizes=[1, 4], counts=[0, 3], seconds=dear)
     table.save(path)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "time_steps", lambda *args: pytest.fail("measured anew"))
-        second = start_engine(tiny_model(), ADAPTIVE, async_scheduling=asynchronous)
+        patch.setattr(
+            worker, "time_steps", lambda *args: pytest.fail("measured anew")
+        )
+        second = start_engine(
+            tiny_model(), ADAPTIVE, async_scheduling=asynchronous
+        )
         follow_step_costs(first.llm_engine.engine_core.engine_core)
     choices = [choices_of(llm, monkeypatch) for llm in (first, second)]
     assert choices[0] == choices[1] and len(set(choices[0])) == 2
@@ -294,7 +319,9 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
         seconds = time_steps(runner, 3, counts)
     assert len(seconds) == 2 and min(seconds) > 0
     # After the prompts, before the end.
-    assert steps[1:-1] == [[count] * 3 for count in counts[::-1] for _ in range(STEPS)]
+    assert steps[1:-1] == [
+        [count] * 3 for count in counts[::-1] for _ in range(STEPS)
+    ]
     assert not any("dummy" in name for name in runner.req_states.req_id_to_index)
     requests = prompts(3, 20)
     assert generate(llm, requests, greedy(20)) == generate(

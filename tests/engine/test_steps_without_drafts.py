@@ -29,7 +29,12 @@ LONG = {"max_model_len": 640}
 @pytest.mark.parametrize("name", full_but({"early"}, METHODS))
 def test_acceptance_is_what_it_was(name: str) -> None:
     options = METHODS[name] | {"disable_by_batch_size": 1}
-    llm = start_engine(DEMO, options, max_num_seqs=2, **LONG)
+    llm = start_engine(
+        DEMO,
+        options,
+        max_num_seqs=2,
+        **LONG,
+    )
     engine = llm.llm_engine
     drafts_by_size = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
     drafts = drafts_by_size[1]

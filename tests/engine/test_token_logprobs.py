@@ -46,8 +46,16 @@ GRAMMAR = greedy(
     logprob_token_ids=[35, 36],
     structured_outputs=StructuredOutputsParams(json=SCHEMA),
 )
-WITHOUT_DRAFTS = greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5])
-BESIDE = [greedy(30, logprobs=3), CHOSEN, greedy(20), MORE, greedy(12, logprobs=0)]
+WITHOUT_DRAFTS = greedy(
+    24, extra_args={"ppd_draft": False}, logprob_token_ids=[5]
+)
+BESIDE = [
+    greedy(30, logprobs=3),
+    CHOSEN,
+    greedy(20),
+    MORE,
+    greedy(12, logprobs=0),
+]
 
 
 @pytest.mark.engine

@@ -38,7 +38,9 @@ def with_eps(eps_b: float) -> SamplingParams:
     return greedy(extra_args={"ppd_eps_b": eps_b})
 
 
-@pytest.mark.parametrize("case", ["batch_16", "model_length", "arrivals_and_aborts"])
+@pytest.mark.parametrize(
+    "case", ["batch_16", "model_length", "arrivals_and_aborts"]
+)
 def test_full_back_off_is_ordinary_decoding(
     drafting: Factory,
     alone: Factory,
@@ -72,7 +74,9 @@ def choices_along(
     settings = config.sampling.model_copy(update={"eps_b": eps_b})
     counts = CoOccurrence.from_tensors(tensors)
     first_token = torch.tensor([*tokens[1:], 0])
-    joint = candidates(log_probs[1:], settings, counts and counts.ngrams, first_token)
+    joint = candidates(
+        log_probs[1:], settings, counts and counts.ngrams, first_token
+    )
     return joint.back_off(settings)
 
 
@@ -92,7 +96,12 @@ def test_n_grams_are_those_of_algorithm_1(
     several = 0
     for request, output in zip(requests, outputs, strict=True):
         prompt = request["prompt_token_ids"]
-        choice = choices_along(tiny_model(), heads, prompt + output, eps_b)
+        choice = choices_along(
+            tiny_model(),
+            heads,
+            prompt + output,
+            eps_b,
+        )
         best = choice.likeliest.tokens
         at = 0
         while at < len(output):

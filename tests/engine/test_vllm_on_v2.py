@@ -27,7 +27,9 @@ pytestmark = [
 QUICK = {"batch_16", "structured_output", "penalties", "mixed_lengths"}
 
 
-@pytest.mark.parametrize("case", full_but(QUICK, sorted(CASES.keys() - {"logprobs"})))
+@pytest.mark.parametrize(
+    "case", full_but(QUICK, sorted(CASES.keys() - {"logprobs"}))
+)
 def test_same_output(engine: Factory, alone: Factory, case: str) -> None:
     assert CASES[case](engine(on_v2=True)) == alone(case)
 
@@ -41,9 +43,13 @@ def test_same_log_probabilities(engine: Factory, alone: Factory) -> None:
         assert dict(entries) == pytest.approx(dict(others), abs=2e-3)
 
 
-def test_vllm_alone_still_asks_for_triton(engine: Factory, tiny_model: Factory) -> None:
+def test_vllm_alone_still_asks_for_triton(
+    engine: Factory, tiny_model: Factory
+) -> None:
     """Beside an engine on V2."""
-    runners = [type(runner_of(engine(**on))).__module__ for on in ({}, {"on_v2": True})]
+    runners = [
+        type(runner_of(engine(**on))).__module__ for on in ({}, {"on_v2": True})
+    ]
     worker = "vllm.v1.worker"
     assert runners == [f"{worker}.cpu_model_runner", f"{worker}.cpu.model_runner"]
     with pytest.raises(ValueError, match="requires Triton"):
@@ -89,9 +95,18 @@ def test_vllms_own_methods_before_and_after_ours(
 ) -> None:
     """In one process; the EAGLE head is untrained."""
     model = str(tiny_model())
-    target = Target(model, torch.device("cpu"), torch.float32, False)
-    Eagle(EagleOptions(model=model, data=["-"], out="-"), target).write(tmp_path, "")
-    paths = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    target = Target(
+        model,
+        torch.device("cpu"),
+        torch.float32,
+        False,
+    )
+    Eagle(EagleOptions(model=model, data=["-"], out="-"), target).write(
+        tmp_path, ""
+    )
+    paths = os.pathsep.join(
+        [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, "-c", BEFORE_AND_AFTER, model, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": paths}
     run = subprocess.run(

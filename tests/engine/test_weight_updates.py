@@ -18,14 +18,20 @@ pytestmark = pytest.mark.engine
 RECURRENT = ("recurrent", {"tie_weights": False})
 MORE = METHODS | {
     "cp": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {})},
-    "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": RECURRENT},
+    "recurrent": {
+        "method": "recurrent",
+        "draft_vocab_size": 100,
+        "heads": RECURRENT,
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def other(made_once: Factory) -> Path:
     """A model of the tiny llama's sizes with other weights."""
-    return made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
+    return made_once(
+        "llama-other", lambda folder: tiny.make_model(folder, seed=1)
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

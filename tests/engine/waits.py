@@ -45,7 +45,9 @@ class Waits(TorchDispatchMode):
         if name in WAITS:
             self.waits.add(name)
         indices = args[1] if name in ("index", "index_put_") else ()
-        if any(index is not None and index.dtype == torch.bool for index in indices):
+        if any(
+            index is not None and index.dtype == torch.bool for index in indices
+        ):
             self.waits.add("indexed by a mask")
         return func(*args, **(kwargs or {}))
 

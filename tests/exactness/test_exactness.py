@@ -49,7 +49,9 @@ QUICK_PAIRS = {(name, case) for name, cases in QUICK.items() for case in cases}
 @pytest.mark.parametrize(
     ("name", "case"), full_but(QUICK_PAIRS, itertools.product(VARIANTS, CASES))
 )
-def test_same_tokens(drafting: Factory, alone: Factory, name: str, case: str) -> None:
+def test_same_tokens(
+    drafting: Factory, alone: Factory, name: str, case: str
+) -> None:
     expected = alone(case)
     assert CASES[case](drafting(VARIANTS[name])) == expected
 
@@ -57,7 +59,8 @@ def test_same_tokens(drafting: Factory, alone: Factory, name: str, case: str) ->
 @pytest.mark.parametrize(
     "name",
     full_but(
-        QUICK, ["cp-short", "cp-recurrent-longer", "cp-full-short", "dynamo-short"]
+        QUICK,
+        ["cp-short", "cp-recurrent-longer", "cp-full-short", "dynamo-short"],
     ),
 )
 def test_draft_vocabulary_is_a_part_of_the_lm_head(
@@ -70,7 +73,10 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
     vocabulary = speculator.drafter.vocabulary
     whole = speculator.target.lm_head.logits(hidden)
     torch.testing.assert_close(
-        vocabulary.logits(hidden), whole[:, vocabulary.token_ids], rtol=0, atol=1e-5
+        vocabulary.logits(hidden),
+        whole[:, vocabulary.token_ids],
+        rtol=0,
+        atol=1e-5,
     )
     assert vocabulary.entries(vocabulary.token_ids).tolist() == list(
         range(len(vocabulary.token_ids))
@@ -117,7 +123,10 @@ def test_heads_draft_and_are_accepted(drafting: Factory, name: str) -> None:
 
 ENGINES = ("middle", "cp", "dynamo")
 # Too few blocks for a batch of 16
-SMALL: dict[str, Any] = {"num_gpu_blocks_override": 24, "enable_prefix_caching": True}
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 24,
+    "enable_prefix_caching": True,
+}
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -142,7 +151,9 @@ def test_prefix_cache_hits_hold_the_heads_history(drafting: Factory) -> None:
         with drafts_of(llm) as drafted:
             output = llm.generate([request], greedy(), use_tqdm=False)[0]
         assert output.num_cached_tokens == expected_hit
-        runs.append(drafted[-30:])  # those after a chunk of the prompt are nobody's
+        runs.append(
+            drafted[-30:]
+        )  # those after a chunk of the prompt are nobody's
     assert runs[0] == runs[1]
 
 

@@ -24,10 +24,17 @@ TOKENS = 4
 PROMPT = {"prompt_token_ids": [7, 40, 3, 99, 12]}
 
 
-def sample(llm: Any, count: int = SAMPLES, **settings: Any) -> list[tuple[int, ...]]:
+def sample(
+    llm: Any, count: int = SAMPLES, **settings: Any
+) -> list[tuple[int, ...]]:
     """Many short continuations of one prompt."""
     params = SamplingParams(
-        **{"temperature": 0.8, "max_tokens": TOKENS, "ignore_eos": True, **settings}
+        **{
+            "temperature": 0.8,
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            **settings,
+        }
     )
     return [tuple(tokens) for tokens in generate(llm, [PROMPT] * count, params)]
 
@@ -35,7 +42,9 @@ def sample(llm: Any, count: int = SAMPLES, **settings: Any) -> list[tuple[int, .
 def p_value(first: list[Any], second: list[Any]) -> float:
     """Homogeneity of two samples; outcomes too rare for the test are pooled."""
     counts = [Counter(first), Counter(second)]
-    common = [key for key, count in (counts[0] + counts[1]).items() if count >= 20]
+    common = [
+        key for key, count in (counts[0] + counts[1]).items() if count >= 20
+    ]
     rows = []
     for count in counts:
         of_common = [count[key] for key in common]
@@ -48,7 +57,8 @@ def p_value(first: list[Any], second: list[Any]) -> float:
 def worst(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> float:
     """The least p-value over each position's tokens and over pairs of neighbours."""
     singles = [
-        p_value([s[i] for s in first], [s[i] for s in second]) for i in range(TOKENS)
+        p_value([s[i] for s in first], [s[i] for s in second])
+        for i in range(TOKENS)
     ]
     pairs = [
         p_value([s[i : i + 2] for s in first], [s[i : i + 2] for s in second])
@@ -74,7 +84,11 @@ SHORT = {"draft_vocab_size": 150}
 RECURRENT = {"condition": "recurrent", "expert_rank": 4}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 5},
-    "early-greedy": {"method": "ppd", "exit_layer": 5, "draft_sample_method": "greedy"},
+    "early-greedy": {
+        "method": "ppd",
+        "exit_layer": 5,
+        "draft_sample_method": "greedy",
+    },
     "cp-short": {"method": "cp", "heads": ("cp", {"condition": "none"}), **SHORT},
     "cp-recurrent": {"method": "cp", "heads": ("cp", RECURRENT), **SHORT},
     "recurrent": {"method": "recurrent", "heads": ("recurrent", {}), **SHORT},
@@ -93,7 +107,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-LIMITED = [(name, True) for name in ("early", "cp-short", "cp-recurrent", "dynamo")]
+LIMITED = [
+    (name, True) for name in ("early", "cp-short", "cp-recurrent", "dynamo")
+]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +130,9 @@ def test_distribution(
     assert 20 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
-def test_a_perfect_drafter_is_accepted(tiny_model: Factory, tmp_path: Path) -> None:
+def test_a_perfect_drafter_is_accepted(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
     """A draft is drawn as the target draws: here the last layer changes nothing."""
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     weights = load_file(model / "model.safetensors")
@@ -127,7 +145,12 @@ def test_a_perfect_drafter_is_accepted(tiny_model: Factory, tmp_path: Path) -> N
     llm = start_engine(model, {"method": "ppd", "exit_layer": 5}, **BATCH)
     for limits in ({}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}):
         with counting(llm) as seen:
-            sample(llm, 300, max_tokens=9, **limits)
+            sample(
+                llm,
+                300,
+                max_tokens=9,
+                **limits,
+            )
         assert seen["drafted"] > 300
         assert seen["accepted"] > 0.99 * seen["drafted"], limits
 
@@ -172,12 +195,19 @@ print("same", flush=True)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="of vLLM's CPU backend")
+@pytest.mark.skipif(
+    os.path.exists("/dev/nvidiactl"), reason="of vLLM's CPU backend"
+)
 def test_vllms_own_n_grams_keep_the_distribution_once_mended(
     tiny_model: Factory,
 ) -> None:
     """vLLM's CPU backend drops sampling parameters of drafts, unless its kernel is replaced."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", NGRAMS, str(tiny_model())]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert run.stdout.endswith("same\n"), run.stdout[-3000:] + run.stderr[-3000:]

@@ -41,7 +41,9 @@ def run_cases(*arguments: Any) -> None:
 
 
 def seeded(
-    heat: list[float], top_k: list[int] | None = None, top_p: list[float] | None = None
+    heat: list[float],
+    top_k: list[int] | None = None,
+    top_p: list[float] | None = None,
 ) -> Sampling:
     """Rows at temperatures and with limits, with seeds of all 64 bits."""
     rows = len(heat)

@@ -59,7 +59,8 @@ def test_proposing_neither_waits_nor_sorts(name: str, kernels: set[str]) -> None
     assert kernels == {"stage", "accept_drawn"} | KERNELS[name]
     assert {wait for mode in modes for wait in mode.waits} == set()
     assert not any(
-        mode.names & {"sort", "multinomial", "_softmax", "cumsum"} for mode in modes
+        mode.names & {"sort", "multinomial", "_softmax", "cumsum"}
+        for mode in modes
     )
 
 
@@ -69,5 +70,7 @@ def test_output_is_vllms(name: str) -> None:
     params = [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
     llm = engine(name)
     with counting(llm) as seen:
-        assert generate(llm, requests, params) == generate(engine(), requests, params)
+        assert generate(llm, requests, params) == generate(
+            engine(), requests, params
+        )
     assert seen["accepted"] > 0

@@ -16,12 +16,24 @@ torch.set_default_device(DEVICE)
 
 
 def case(
-    rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype = torch.float32
+    rows: int,
+    positions: int,
+    rank: int,
+    vocab: int,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, ...]:
     """Log weights, logits and first tokens; the last row's first token is unknown."""
     torch.manual_seed(rows + vocab)
     weights = torch.randn(rows, rank).log_softmax(-1)
-    logits = (3 * torch.randn(rows, positions, rank, vocab)).to(dtype)
+    logits = (
+        3
+        * torch.randn(
+            rows,
+            positions,
+            rank,
+            vocab,
+        )
+    ).to(dtype)
     first = torch.randint(vocab, (rows,))
     first[-1] = -1
     return weights, logits, first
@@ -71,26 +83,54 @@ def test_greedy_chains(
 )
 def test_chains_without_a_first_token(positions: int, limits: Any) -> None:
     """Every position is drafted, the first one from the weights as they are."""
-    weights, logits, _ = case(3, positions, 3, 5000)
+    weights, logits, _ = case(
+        3,
+        positions,
+        3,
+        5000,
+    )
     sampling = None if limits is None else seeded([0.0, 0.7, 1.2], *limits)
-    same(weights, logits, None, sampling)
+    same(
+        weights,
+        logits,
+        None,
+        sampling,
+    )
 
 
 def test_positions_in_turn_are_the_chain() -> None:
-    weights, logits, _ = case(3, 3, 3, 70)
+    weights, logits, _ = case(
+        3,
+        3,
+        3,
+        70,
+    )
     tokens = same(weights, logits, None)
     for position in range(3):
-        token, weights = draft_chain(weights, logits[:, position : position + 1], None)
+        token, weights = draft_chain(
+            weights, logits[:, position : position + 1], None
+        )
         assert torch.equal(token[:, 0], tokens[:, position])
 
 
 def test_a_slice_of_the_vocabulary() -> None:
-    weights, logits, first = case(3, 3, 3, 300, torch.bfloat16)
+    weights, logits, first = case(
+        3,
+        3,
+        3,
+        300,
+        torch.bfloat16,
+    )
     same(weights, logits[..., :200], first % 200)
 
 
 def test_ties_masks_and_nan() -> None:
-    weights, logits, first = case(5, 3, 2, 40)
+    weights, logits, first = case(
+        5,
+        3,
+        2,
+        40,
+    )
     logits[0] = 1.0  # every token alike
     logits[1, :, :, 3:] = float("-inf")
     first[1] = 30  # ruled out by every expert
@@ -105,7 +145,12 @@ def test_ties_masks_and_nan() -> None:
 
 
 def test_greedy_and_cold_rows_beside_sampling_ones() -> None:
-    arguments = case(4, 3, 3, 70)
+    arguments = case(
+        4,
+        3,
+        3,
+        70,
+    )
     greedy, _ = reference(*arguments)
     tokens, _ = draft_chain(*arguments, seeded([0.0, 1.0, 0.5, 0.9e-5]))
     assert torch.equal(tokens[[0, 3]], greedy[[0, 3]])
@@ -113,7 +158,12 @@ def test_greedy_and_cold_rows_beside_sampling_ones() -> None:
 
 
 def test_seeds_repeat_and_differ() -> None:
-    arguments = case(8, 4, 2, 60)
+    arguments = case(
+        8,
+        4,
+        2,
+        60,
+    )
     ids = torch.randperm(900)[:60]
     runs = []
     for seed in (1, 1, 2):

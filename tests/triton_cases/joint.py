@@ -18,12 +18,25 @@ torch.set_default_device(DEVICE)
 VOCAB = 300
 ROWS = 6
 DOCUMENT = np.random.default_rng(0).integers(VOCAB, size=30_000)
-EPS_B = torch.tensor([0.0, 1e-3, 0.05, 0.3, 1.0, torch.nan])
+EPS_B = torch.tensor(
+    [
+        0.0,
+        1e-3,
+        0.05,
+        0.3,
+        1.0,
+        torch.nan,
+    ]
+)
 
 
-def ngrams(orders: int, document: np.ndarray = DOCUMENT, **options: Any) -> Ngrams:
+def ngrams(
+    orders: int, document: np.ndarray = DOCUMENT, **options: Any
+) -> Ngrams:
     with torch.device("cpu"):
-        table = CoOccurrence.from_tokens([document], VOCAB, orders, **options).ngrams
+        table = CoOccurrence.from_tokens(
+            [document], VOCAB, orders, **options
+        ).ngrams
     return table.to(DEVICE)
 
 
@@ -44,11 +57,26 @@ def same(
         [expected.sums.sum(-1), *expected_joints],
         equal_nan=True,
     )
-    without, nothing = find_peaks(top, table, alpha_c, with_joints=False)
+    without, nothing = find_peaks(
+        top,
+        table,
+        alpha_c,
+        with_joints=False,
+    )
     torch.testing.assert_close(tuple(without), tuple(peaks), equal_nan=True)
     assert nothing == []
-    chosen = back_off(peaks, top, eps_b, 0.1)
-    wanted = reference.back_off(expected, top, eps_b, 0.1)
+    chosen = back_off(
+        peaks,
+        top,
+        eps_b,
+        0.1,
+    )
+    wanted = reference.back_off(
+        expected,
+        top,
+        eps_b,
+        0.1,
+    )
     torch.testing.assert_close(tuple(chosen), tuple(wanted), equal_nan=True)
     return chosen
 
@@ -85,10 +113,17 @@ def test_is_the_reference_where_keys_are_of_frequent_tokens(
 
 
 @pytest.mark.parametrize("damaged", [torch.nan, torch.inf])
-def test_a_joint_that_is_not_finite_drafts_one_invalid_token(damaged: float) -> None:
+def test_a_joint_that_is_not_finite_drafts_one_invalid_token(
+    damaged: float,
+) -> None:
     top = candidates(2, 10, True)
     top.scores[1, 0, 0] = top.scores[0, 2] = damaged
-    chosen = same(top, ngrams(3), 1.0, eps_b=torch.zeros(ROWS))
+    chosen = same(
+        top,
+        ngrams(3),
+        1.0,
+        eps_b=torch.zeros(ROWS),
+    )
     assert chosen.order[[0, 2]].tolist() == [1, 1]
     assert chosen.tokens[[0, 2], 1:].eq(-1).all()
 
@@ -112,7 +147,16 @@ def drawn_from(
     _, products = reference.find_peaks(top, None, 0.0)
     joints = [product * torch.rand_like(product) for product in products]
     joints[-1][-1] = 0
-    return joints, reference.back_off(peaks_of(joints), top, EPS_B, 0.0), top
+    return (
+        joints,
+        reference.back_off(
+            peaks_of(joints),
+            top,
+            EPS_B,
+            0.0,
+        ),
+        top,
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,11 +190,15 @@ def test_draws_are_the_references(
         ([5], [0.8]),
     ],
 )
-def test_top_k_and_top_p_are_the_references(limits: tuple[list[float], ...]) -> None:
+def test_top_k_and_top_p_are_the_references(
+    limits: tuple[list[float], ...],
+) -> None:
     joints, likeliest, top = drawn_from(2, 40, True)
     joints[1][3, 0, 1:] = joints[1][3, 0, 1]  # entries that tie
     top_k, top_p = limits
     sampling = seeded([1.0] * ROWS, top_k * ROWS, top_p * ROWS)
     for position in range(4):
         arguments = joints, likeliest, top, 1, False, sampling.ahead(position)
-        assert torch.equal(draw_ngrams(*arguments), reference.draw_ngrams(*arguments))
+        assert torch.equal(
+            draw_ngrams(*arguments), reference.draw_ngrams(*arguments)
+        )

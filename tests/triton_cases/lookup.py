@@ -30,10 +30,18 @@ def searched(
 @pytest.mark.parametrize("shortest", [1, 2, 4])
 def test_is_a_search(shortest: int, window: int) -> None:
     generator = torch.Generator().manual_seed(shortest)
-    token_ids = torch.randint(0, 4, (12, 70), generator=generator, dtype=torch.int32)
+    token_ids = torch.randint(
+        0, 4, (12, 70), generator=generator, dtype=torch.int32
+    )
     token_ids[3] = 7  # one token again and again
     token_ids[4] = torch.arange(70)  # none twice
-    lengths = torch.randint(5, 60, (12,), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(
+        5,
+        60,
+        (12,),
+        generator=generator,
+        dtype=torch.int32,
+    )
     lengths[5] = 1
     rows = torch.tensor([3, 4, 5, -1, 0, 7, 11, 1, 2, 6])
     expected = [
@@ -44,10 +52,23 @@ def test_is_a_search(shortest: int, window: int) -> None:
     ]
     assert {length for length, _ in expected} >= {0, LONGEST}
     for form, device in ((reference, "cpu"), (look_up, DEVICE)):
-        matched = torch.full((len(rows),), -7, dtype=torch.int32, device=device)
+        matched = torch.full(
+            (len(rows),),
+            -7,
+            dtype=torch.int32,
+            device=device,
+        )
         drafts = torch.full((len(rows), K), -7, device=device)
         texts = Texts(token_ids.to(device), lengths.to(device))
-        form(texts, rows.to(device), shortest, LONGEST, window, matched, drafts)
+        form(
+            texts,
+            rows.to(device),
+            shortest,
+            LONGEST,
+            window,
+            matched,
+            drafts,
+        )
         assert matched.tolist() == [length for length, _ in expected]
         for made, (_, followed) in zip(drafts.tolist(), expected, strict=True):
             assert followed is None or made == followed

@@ -35,7 +35,14 @@ def test_draws_are_the_reference_s(entries: int, dtype: torch.dtype) -> None:
     times = 3
     logits = logits_of(6, entries, dtype).repeat(times, 1)
     heat = [0.0, 1.0, 0.6, 0.6, 1.5, 0.01] * times
-    top_k = [20, entries, entries, 5, 30, 3] * times
+    top_k = [
+        20,
+        entries,
+        entries,
+        5,
+        30,
+        3,
+    ] * times
     top_p = [0.9, 1.0, 0.9, 1.0, 0.5, 0.99] * times
     for sampling in (seeded(heat), seeded(heat, top_k, top_p)):
         tokens = draw_rows(logits, sampling)
@@ -82,7 +89,13 @@ def test_draws_one_after_the_other_are_the_reference_s(
     ids = None if shape is None else torch.rand(shape).argsort(-1) * 41
     tokens = torch.full((5, 3), -7)
     for number in range(3):
-        draw_next(logits, sampling, number, tokens, ids)
+        draw_next(
+            logits,
+            sampling,
+            number,
+            tokens,
+            ids,
+        )
         expected = reference.draw_rows(logits, sampling.ahead(number), ids)
         assert torch.equal(tokens[:, number], expected)
 
@@ -103,7 +116,10 @@ def test_the_race_s_noise_is_exponential_down_to_its_least() -> None:
     for bound in (2**-18, 2**-12, 2**-7, 0.5, 3.0):
         chance = -torch.expm1(torch.tensor(-bound, dtype=torch.float64)).item()
         deviation = (len(draws) * chance * (1 - chance)) ** 0.5
-        assert abs((draws < bound).sum().item() - len(draws) * chance) < 5 * deviation
+        assert (
+            abs((draws < bound).sum().item() - len(draws) * chance)
+            < 5 * deviation
+        )
 
 
 @pytest.mark.parametrize("accept", [accept_drawn, reference.accept_drawn])
@@ -116,7 +132,12 @@ def test_drafts_are_accepted_as_long_as_they_are_drawn(accept, seed: int) -> Non
     starts = torch.tensor([0, *numbers.tolist()]).cumsum(0).int()
     drawn = torch.randint(0, 2, (int(starts[-1]),))
     drafts = torch.randint(-1, 2, drawn.shape).int()
-    tokens, counts = accept(drawn, drafts, starts, width)
+    tokens, counts = accept(
+        drawn,
+        drafts,
+        starts,
+        width,
+    )
     assert tokens.dtype == drafts.dtype and counts.dtype == torch.int32
     for request, (start, end) in enumerate(pairwise(starts.tolist())):
         matches = (drawn[start : end - 1] == drafts[start + 1 : end]).tolist()

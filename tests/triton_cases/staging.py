@@ -44,7 +44,9 @@ def test_is_the_reference(
     end = StepEnd(
         rows=torch.randperm(ROWS)[:requests].int(),
         query_starts=starts,
-        num_sampled=(torch.arange(requests) != 1).int(),  # the second: in its prompt
+        num_sampled=(
+            torch.arange(requests) != 1
+        ).int(),  # the second: in its prompt
         num_rejected=(torch.rand(requests) * lengths).int(),
         last_sampled=torch.randint(0, 1000, (ROWS, 1)),
         positions=torch.randint(0, 90, (tokens,)),
@@ -55,8 +57,18 @@ def test_is_the_reference(
     settings[2, 5] = torch.nan
     expected = buffers(width, dtype)
     staged = buffers(width, dtype)
-    reference(end, settings, expected, padded)
-    stage(end, settings, staged, padded)
+    reference(
+        end,
+        settings,
+        expected,
+        padded,
+    )
+    stage(
+        end,
+        settings,
+        staged,
+        padded,
+    )
     torch.testing.assert_close(
         tuple(staged), tuple(expected), rtol=0, atol=0, equal_nan=True
     )

@@ -21,10 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Tokens of Python without comments and docstrings, which packing cannot lower. New code
 # takes the place of other code.
-MAX_SOURCE_TOKENS = 153_500  # of FOLDERS; to be 136,000
-MAX_TEST_TOKENS = 139_500  # to be 114,000
-MAX_SOURCE_DENSITY = 7.8  # tokens a code line; to be 7.5
-MAX_TEST_DENSITY = 8.3  # to be 7.5
+MAX_SOURCE_TOKENS = 136_000  # of FOLDERS
+MAX_TEST_TOKENS = 111_000
+MAX_DENSITY = 7.5  # tokens a code line, in each
 MAX_EXEMPT = 5  # places that the formatter leaves alone
 NOT_CODE = {
     tokenize.COMMENT,
@@ -67,7 +66,8 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 TESTS = {
-    str(path.relative_to(ROOT)): path for path in sorted((ROOT / "tests").rglob("*.py"))
+    str(path.relative_to(ROOT)): path
+    for path in sorted((ROOT / "tests").rglob("*.py"))
 }
 
 
@@ -126,7 +126,9 @@ def size_of(text: str) -> tuple[int, int]:
         if name == "FSTRING_END":
             depth -= 1
             continue
-        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        is_docstring = (
+            token.type == tokenize.STRING and token.start[0] in docstrings
+        )
         if token.type not in NOT_CODE and not is_docstring:
             code_lines.update(range(token.start[0], token.end[0] + 1))
             if depth == 0:
@@ -137,23 +139,23 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("files", "max_tokens", "max_density"),
+    ("files", "max_tokens"),
     [
-        (SOURCES, MAX_SOURCE_TOKENS, MAX_SOURCE_DENSITY),
-        (TESTS, MAX_TEST_TOKENS, MAX_TEST_DENSITY),
+        (SOURCES, MAX_SOURCE_TOKENS),
+        (TESTS, MAX_TEST_TOKENS),
     ],
     ids=["source", "tests"],
 )
 def test_the_tree_is_within_its_budget(
-    files: dict[str, Path], max_tokens: int, max_density: float
+    files: dict[str, Path], max_tokens: int
 ) -> None:
     sizes = [size_of(path.read_text()) for path in files.values()]
     tokens = sum(size[0] for size in sizes)
     lines = sum(size[1] for size in sizes)
-    assert tokens <= max_tokens, f"{tokens} tokens, {tokens - max_tokens} too many"
-    assert round(tokens / lines, 1) <= max_density, (
-        f"{tokens / lines} tokens a code line"
+    assert tokens <= max_tokens, (
+        f"{tokens} tokens, {tokens - max_tokens} too many"
     )
+    assert tokens <= MAX_DENSITY * lines, f"{tokens / lines} tokens a code line"
 
 
 def test_hardly_anything_is_exempt_from_the_formatter() -> None:
@@ -168,10 +170,14 @@ def test_hardly_anything_is_exempt_from_the_formatter() -> None:
 
 
 def test_files_begin_with_their_licence() -> None:
-    for path in [*SOURCES.values(), *TESTS.values(), *(ROOT / ".ci").rglob("*.py")]:
-        assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n"), (
-            path
-        )
+    for path in [
+        *SOURCES.values(),
+        *TESTS.values(),
+        *(ROOT / ".ci").rglob("*.py"),
+    ]:
+        assert path.read_text().startswith(
+            "# SPDX-License-Identifier: Apache-2.0\n"
+        ), path
 
 
 def test_folders_import_those_below_them() -> None:
@@ -193,7 +199,10 @@ def room_of(file: str) -> str:
 
 def test_rooms_of_the_plugin_import_those_below_them() -> None:
     for file in SOURCES:
-        if not file.startswith("vllm_plugins/") or file == "vllm_plugins/__init__.py":
+        if (
+            not file.startswith("vllm_plugins/")
+            or file == "vllm_plugins/__init__.py"
+        ):
             continue
         room = room_of(file)
         for target in files_imported(file):
@@ -205,12 +214,16 @@ def test_rooms_of_the_plugin_import_those_below_them() -> None:
 
 def test_methods_do_not_import_each_other() -> None:
     """But a worker group drafts early, over two stages."""
-    methods = [file for file in SOURCES if file.startswith("vllm_plugins/methods/")]
+    methods = [
+        file for file in SOURCES if file.startswith("vllm_plugins/methods/")
+    ]
     for file in methods:
         room = file.split("/")[2]
         allowed = (room, "early") if room == "group" else (room,)
         for target in files_imported(file) & set(methods):
-            assert target.split("/")[2] in allowed, f"{file} must not import {target}"
+            assert target.split("/")[2] in allowed, (
+                f"{file} must not import {target}"
+            )
 
 
 def test_no_circles_between_files() -> None:
@@ -225,10 +238,14 @@ def test_no_circles_between_files() -> None:
 
 def test_who_imports_vllm() -> None:
     for file, path in SOURCES.items():
-        drafter = re.fullmatch(r"vllm_plugins/methods/(\w+|early/drafter)\.py", file)
+        drafter = re.fullmatch(
+            r"vllm_plugins/methods/(\w+|early/drafter)\.py", file
+        )
         allowed = file.startswith(MAY_IMPORT_VLLM) and not drafter
         names = [
-            name for name in imports(path, typing=False) if name.split(".")[0] == "vllm"
+            name
+            for name in imports(path, typing=False)
+            if name.split(".")[0] == "vllm"
         ]
         assert allowed or not names, (
             f"{file} must not import {names[0]}; see platform.py and engine/"

@@ -47,7 +47,9 @@ def natively() -> Iterator[set[str]]:
         yield launched
 
 
-def both_ways(*kernels: str, seeds: int = 1, atol: float = 0.0) -> Callable[..., Any]:
+def both_ways(
+    *kernels: str, seeds: int = 1, atol: float = 0.0
+) -> Callable[..., Any]:
     """Run a case both ways, from the same random numbers; the tensors that it returns
     must be the same.
 
@@ -78,7 +80,12 @@ def both_ways(*kernels: str, seeds: int = 1, atol: float = 0.0) -> Callable[...,
 
 def ints(low: int, high: int, *shape: int) -> torch.Tensor:
     """Random int32 numbers."""
-    return torch.randint(low, high, shape, dtype=torch.int32)
+    return torch.randint(
+        low,
+        high,
+        shape,
+        dtype=torch.int32,
+    )
 
 
 def table(fill: int, rows: torch.Tensor, values: list[int]) -> torch.Tensor:

@@ -25,7 +25,12 @@ def test_prefill_inputs(lookahead):
     ids = torch.full((1200,), -7, dtype=torch.int32)
     upcoming = torch.full((lookahead, ROWS), -7, dtype=torch.int32)
     starts = starts_of([5, 1100, 1, 8, 2], 2)
-    tokens = ints(1, 900, ROWS, LONGEST)
+    tokens = ints(
+        1,
+        900,
+        ROWS,
+        LONGEST,
+    )
     module.prepare_prefill_inputs(
         ids, upcoming, rows, starts, tokens, prefill, computed
     )
@@ -115,13 +120,30 @@ def test_tokens_after_a_step(numbers, kind):
         rows[: requests // 2] = -1
     computed = ints(1, 90, ROWS)
     last = torch.randint(0, 50, (ROWS, 1))
-    counts = ints(0, 5, ROWS, 50) if kind == "counts" else None
-    tokens = ints(0, 50, ROWS, 120)
+    counts = (
+        ints(
+            0,
+            5,
+            ROWS,
+            50,
+        )
+        if kind == "counts"
+        else None
+    )
+    tokens = ints(
+        0,
+        50,
+        ROWS,
+        120,
+    )
     lengths = ints(1, 90, ROWS)
     written = [computed, last, tokens, lengths]
     starts = starts_of(ints(1, 6, requests), 2)
     more = {}
-    if "draft_tokens" in inspect.signature(module.post_update).parameters and requests:
+    if (
+        "draft_tokens" in inspect.signature(module.post_update).parameters
+        and requests
+    ):
         written.append(torch.randint(0, 50, (ROWS, K)))
         more = {
             "draft_tokens": torch.randint(50, 99, (requests, K)),
@@ -132,7 +154,12 @@ def test_tokens_after_a_step(numbers, kind):
         computed,
         last,
         counts,
-        ints(0, 9, requests, K + 1),  # the same token twice
+        ints(
+            0,
+            9,
+            requests,
+            K + 1,
+        ),  # the same token twice
         torch.tensor(numbers, dtype=torch.int32),
         ints(0, 3, requests),
         None if kind == "no queries" else starts,
@@ -155,19 +182,39 @@ def test_computed_tokens_of_a_stage_that_samples_none():
 @both_ways("_expand_idx_mapping_kernel")
 def test_rows_of_logits(numbers):
     rows = rows_of(len(numbers))
-    return module.expand_idx_mapping(rows, sum(numbers), starts_of(numbers), K + 1)
+    return module.expand_idx_mapping(
+        rows, sum(numbers), starts_of(numbers), K + 1
+    )
 
 
 @both_ways("_prepare_rope_positions_kernel")
 def test_positions_in_three_dimensions():
-    state = RopeState(3, ROWS, LONGEST, LONGEST, CPU)
-    state.prefill_positions.gpu.copy_(ints(0, 900, 3 * ROWS, LONGEST))
+    state = RopeState(
+        3,
+        ROWS,
+        LONGEST,
+        LONGEST,
+        CPU,
+    )
+    state.prefill_positions.gpu.copy_(
+        ints(
+            0,
+            900,
+            3 * ROWS,
+            LONGEST,
+        )
+    )
     state.prefill_delta.gpu.copy_(ints(-50, 50, ROWS))
     rows = rows_of(5)
     prefill = table(30, rows[4:], [1200])
     computed = table(30, rows, [0, 25, 30, 90, 0])
     starts = starts_of([30, 3, 1, 4, 1100], 2)
-    state.prepare_positions(rows, starts, prefill, computed)
+    state.prepare_positions(
+        rows,
+        starts,
+        prefill,
+        computed,
+    )
     return state.positions
 
 
@@ -177,7 +224,12 @@ def test_prompts_as_embeddings(dtype):
     """Of whole prompts and chunks, with and without places that have a token ID, and
     none at all.
     """
-    state = PromptEmbedsState(ROWS, 1030, dtype, CPU)
+    state = PromptEmbedsState(
+        ROWS,
+        1030,
+        dtype,
+        CPU,
+    )
     rows = rows_of(5)
     for request, row in enumerate(rows.tolist()):
         embeds = torch.randn(40, 1030)

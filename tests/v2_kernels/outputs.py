@@ -29,7 +29,9 @@ def test_logprobs(dtype, number):
         logits, number, sampled, None, None, rows_of(6), 0
     )
     ranks = scores.selected_token_ranks
-    if dtype is torch.bfloat16 and not hasattr(logprob._ranks_kernel, "vllm_name"):
+    if dtype is torch.bfloat16 and not hasattr(
+        logprob._ranks_kernel, "vllm_name"
+    ):
         # The interpreter compares the bits of bfloat16.
         ranks = (logits >= logits.gather(1, sampled[:, None])).sum(1)
     return scores.logprob_token_ids, scores.logprobs, ranks
@@ -60,7 +62,12 @@ def test_tokens_of_prompt_logprobs():
         starts_of([1, 60, 4, 20], 2),
         rows_of(4),
         ints(0, 20, ROWS),
-        ints(0, V, ROWS, LONGEST),
+        ints(
+            0,
+            V,
+            ROWS,
+            LONGEST,
+        ),
     )
 
 
@@ -71,7 +78,9 @@ def test_grammars(vocab_size, dtype):
     """Requests without a grammar, without drafts, and with fewer drafts than were planned."""
     logits = torch.randn(8, vocab_size).to(dtype)
     starts = starts_of([1, 4, 2, 1])
-    names = structured_outputs.StructuredOutputsWorker.__init__.__code__.co_varnames
+    names = (
+        structured_outputs.StructuredOutputsWorker.__init__.__code__.co_varnames
+    )
     more = {"num_bonus_tokens": 1} if "num_bonus_tokens" in names else {}
     worker = structured_outputs.StructuredOutputsWorker(
         16, vocab_size, CPU, mask_stride=K + 1, **more
@@ -83,8 +92,18 @@ def test_grammars(vocab_size, dtype):
         num_draft_tokens_per_req=np.array([0, 3, 3, 0]),
     )
     masks = 9 if more else 12  # of each place that was planned, or of all
-    bitmask = ints(-(1 << 31), 1 << 31, masks, -(-vocab_size // 32)).numpy()
-    worker.apply_grammar_bitmask(logits, batch, ["c", "a", "b"], bitmask)
+    bitmask = ints(
+        -(1 << 31),
+        1 << 31,
+        masks,
+        -(-vocab_size // 32),
+    ).numpy()
+    worker.apply_grammar_bitmask(
+        logits,
+        batch,
+        ["c", "a", "b"],
+        bitmask,
+    )
     return logits
 
 
@@ -94,7 +113,12 @@ def test_sampled_tokens_by_rows_of_logits():
     numbers = torch.tensor([1, 0, 3, 2], dtype=torch.int32)
     sampled = torch.randint(1, V, (4, K + 1))
     rejection_sampler._flatten_sampled_kernel[(4,)](
-        flat, sampled, sampled.stride(0), numbers, starts_of([1, 1, 4, 3]), num_warps=1
+        flat,
+        sampled,
+        sampled.stride(0),
+        numbers,
+        starts_of([1, 1, 4, 3]),
+        num_warps=1,
     )
     return flat
 
@@ -119,7 +143,9 @@ def test_drafts_by_rows_of_logits():
         ([1], [2, 0], [0, 0, 2, 0]),
     ],
 )
-@both_ways("_thinking_budget_kernel", "_update_committed_marker_cache_kernel", seeds=3)
+@both_ways(
+    "_thinking_budget_kernel", "_update_committed_marker_cache_kernel", seeds=3
+)
 def test_thinking_budgets(start, natural_end, end):
     """Texts grow by steps with drafts. Markers are in prompts, outputs and drafts, and
     across them.
@@ -129,7 +155,14 @@ def test_thinking_budgets(start, natural_end, end):
     states = SimpleNamespace(
         max_num_reqs=ROWS,
         device=CPU,
-        all_token_ids=SimpleNamespace(gpu=ints(0, 3, ROWS, 3000)),
+        all_token_ids=SimpleNamespace(
+            gpu=ints(
+                0,
+                3,
+                ROWS,
+                3000,
+            )
+        ),
         total_len=SimpleNamespace(gpu=lengths),
     )
     config = SimpleNamespace(

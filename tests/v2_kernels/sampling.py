@@ -6,7 +6,13 @@ import pytest
 import torch
 from both_ways import ROWS, both_ways, ints, places_of, rows_of, starts_of, table
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, min_p, penalties
+from vllm.v1.worker.gpu.sample import (
+    bad_words,
+    gumbel,
+    logit_bias,
+    min_p,
+    penalties,
+)
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
@@ -36,7 +42,15 @@ def by_row(*values):
 @both_ways("_temperature_kernel")
 def test_temperature():
     logits = logits_of()
-    temperatures = by_row(0.0, 1.0, 0.7, 1.3, 0.01, 0.0, 2.0)
+    temperatures = by_row(
+        0.0,
+        1.0,
+        0.7,
+        1.3,
+        0.01,
+        0.0,
+        2.0,
+    )
     gumbel.apply_temperature(logits, expanded_rows(), temperatures)
     return logits
 
@@ -59,7 +73,15 @@ def test_draws(dtype, precise, drafting):
     return gumbel.gumbel_sample(
         logits,
         rows,
-        by_row(0.0, 1.0, 0.7, 1.3, 1.0, 0.2, 5.0),
+        by_row(
+            0.0,
+            1.0,
+            0.7,
+            1.3,
+            1.0,
+            0.2,
+            5.0,
+        ),
         torch.randint(-(1 << 62), 1 << 62, (ROWS,)),
         torch.randint(0, 1 << 20, (24,)),
         drafting,
@@ -71,15 +93,33 @@ def test_draws(dtype, precise, drafting):
 def test_noise_is_within_the_range_of_which_draws_are_made(monkeypatch):
     ends = np.array([0, 0xFFFFFFFF], dtype=np.uint32)
     monkeypatch.setattr(ours, "hashes", lambda *_: ends.copy())
-    for noise, most in (ours.noise_32, ours.RANGE_32), (ours.noise_64, ours.RANGE_53):
-        least, greatest = sorted(noise(0, 0, ends, 2).astype(float))
+    for noise, most in (
+        (ours.noise_32, ours.RANGE_32),
+        (ours.noise_64, ours.RANGE_53),
+    ):
+        least, greatest = sorted(
+            noise(
+                0,
+                0,
+                ends,
+                2,
+            ).astype(float)
+        )
         assert most - 1 < greatest - least < most
 
 
 @both_ways("_min_p_kernel")
 def test_min_p():
     logits = logits_of()
-    shares = by_row(0.0, 0.1, 0.5, 1.0, 0.0, 0.02, 0.9)
+    shares = by_row(
+        0.0,
+        0.1,
+        0.5,
+        1.0,
+        0.0,
+        0.02,
+        0.9,
+    )
     min_p.apply_min_p(logits, expanded_rows(), shares)
     return logits
 
@@ -88,13 +128,36 @@ def test_min_p():
 def test_penalties_of_new_requests():
     """A request that was preempted has output of its own in what it prefills."""
     rows = rows_of(4)
-    tokens = ints(0, V, ROWS, 2300)
+    tokens = ints(
+        0,
+        V,
+        ROWS,
+        2300,
+    )
     tokens[rows[0], 1110:1120] = 31
     prompts = table(20, rows[:3], [1100, 3, 40])
     prefill = table(20, rows[:3], [2200, 3, 70])
-    mask = ints(-9, 9, ROWS, -(-V // 32))
-    counts = ints(0, 9, ROWS, V)
-    penalties.bincount(rows, tokens, prompts, prefill, mask, counts, 2200)
+    mask = ints(
+        -9,
+        9,
+        ROWS,
+        -(-V // 32),
+    )
+    counts = ints(
+        0,
+        9,
+        ROWS,
+        V,
+    )
+    penalties.bincount(
+        rows,
+        tokens,
+        prompts,
+        prefill,
+        mask,
+        counts,
+        2200,
+    )
     return mask, counts
 
 
@@ -106,11 +169,45 @@ def test_penalties():
         expanded_rows(),
         ints(0, V, 8),
         PLACES,
-        by_row(1.0, 1.0, 1.0, 1.3, 0.7, 1.1, 1.0),
-        by_row(0.0, 0.0, 0.5, 0.0, -0.3, 0.2, 1.0),
-        by_row(0.0, 0.7, 0.5, 0.0, 0.0, 0.2, 0.0),
-        ints(-(1 << 31), 1 << 31, ROWS, -(-V // 32)),
-        ints(-396, 4, ROWS, V).clamp(min=0),
+        by_row(
+            1.0,
+            1.0,
+            1.0,
+            1.3,
+            0.7,
+            1.1,
+            1.0,
+        ),
+        by_row(
+            0.0,
+            0.0,
+            0.5,
+            0.0,
+            -0.3,
+            0.2,
+            1.0,
+        ),
+        by_row(
+            0.0,
+            0.7,
+            0.5,
+            0.0,
+            0.0,
+            0.2,
+            0.0,
+        ),
+        ints(
+            -(1 << 31),
+            1 << 31,
+            ROWS,
+            -(-V // 32),
+        ),
+        ints(
+            -396,
+            4,
+            ROWS,
+            V,
+        ).clamp(min=0),
     )
     return logits
 
@@ -128,9 +225,25 @@ def test_logit_bias(restore):
     stops = ids[:, :20].contiguous()
     logits[-1] = -torch.inf
     logits[-1, stops[last, :3]] = torch.tensor([1.0, torch.inf, -torch.inf])
-    number = by_row(0, 40, 0, 7, 0, 40, 3).int()
+    number = by_row(
+        0,
+        40,
+        0,
+        7,
+        0,
+        40,
+        3,
+    ).int()
     number[last] = 0
-    stop_numbers = by_row(0, 0, 3, 20, 1, 3, 0).int()
+    stop_numbers = by_row(
+        0,
+        0,
+        3,
+        20,
+        1,
+        3,
+        0,
+    ).int()
     stop_numbers[last] = 3
     logit_bias.apply_logit_bias(
         logits,
@@ -157,12 +270,38 @@ def test_bad_words():
     bad_words.apply_bad_words(
         logits,
         expanded_rows(),
-        ints(0, 2, ROWS, 40),
+        ints(
+            0,
+            2,
+            ROWS,
+            40,
+        ),
         torch.tensor([0, 1, 3, 6, 10, 14, 16], dtype=torch.int32).repeat(ROWS, 1),
-        by_row(6, 6, 0, 6, 2, 6, 6).int(),
-        ints(0, 2, ROWS, 90),
+        by_row(
+            6,
+            6,
+            0,
+            6,
+            2,
+            6,
+            6,
+        ).int(),
+        ints(
+            0,
+            2,
+            ROWS,
+            90,
+        ),
         ints(30, 31, ROWS),
-        by_row(30, 31, 40, 50, 32, 33, 60).int(),
+        by_row(
+            30,
+            31,
+            40,
+            50,
+            32,
+            33,
+            60,
+        ).int(),
         ints(0, 2, 8),
         PLACES,
         max_num_bad_words=6,
@@ -177,8 +316,21 @@ def test_traces():
     apply_trace_tokens(
         sampled,
         torch.tensor([3, -1, 0, 6, 2]),
-        ints(0, V, ROWS, 90),
-        by_row(0, 5, 5, 9, 5, 5, 3).int(),
+        ints(
+            0,
+            V,
+            ROWS,
+            90,
+        ),
+        by_row(
+            0,
+            5,
+            5,
+            9,
+            5,
+            5,
+            3,
+        ).int(),
         ints(10, 14, ROWS),
         ints(10, 11, ROWS),
     )

@@ -23,7 +23,12 @@ def test_staged_writes(shape, dtype):
         tensor.stage_write_elem(4, 7)
         tensor.stage_write(5, 0, [1, 2])
     else:
-        for row, start, length in (3, 0, 1), (3, 5, 1030), (0, 2049, 1), (8, 1, 2049):
+        for row, start, length in (
+            (3, 0, 1),
+            (3, 5, 1030),
+            (0, 2049, 1),
+            (8, 1, 2049),
+        ):
             tensor.stage_write(row, start, ints(0, 99, length).tolist())
     tensor.apply_write()
     return tensor.gpu
@@ -57,7 +62,8 @@ def test_block_tables(groups, requests):
 
 
 @pytest.mark.skipif(
-    "sliding_window_reach" not in inspect.signature(block_table.BlockTables).parameters,
+    "sliding_window_reach"
+    not in inspect.signature(block_table.BlockTables).parameters,
     reason="vLLM keeps them before 0.33",
 )
 @both_ways("_gather_block_tables_kernel")
@@ -86,7 +92,12 @@ def test_slot_mappings(groups, lengths, padding):
     rows = rows_of(len(lengths))
     rows[padding] = -1
     positions = torch.randint(0, 300, (sum(lengths) + 3,))
-    tables.compute_slot_mappings(rows, starts_of(lengths, 2), positions, 300)
+    tables.compute_slot_mappings(
+        rows,
+        starts_of(lengths, 2),
+        positions,
+        300,
+    )
     return tables.slot_mappings
 
 

@@ -57,7 +57,8 @@ def parse(
     if first in ("-h", "--help"):
         width = max(map(len, table))
         names = "\n".join(
-            f"  {name:<{width}}  {command.help}" for name, command in table.items()
+            f"  {name:<{width}}  {command.help}"
+            for name, command in table.items()
         )
         print(
             f"usage: {prog} COMMAND ...\n\n{about}\n\n{names}\n\n`{prog} COMMAND "
@@ -65,7 +66,9 @@ def parse(
         )
         raise SystemExit(0)
     if first not in table:
-        raise UserError(f"unknown command {first!r}; give one of {', '.join(table)}")
+        raise UserError(
+            f"unknown command {first!r}; give one of {', '.join(table)}"
+        )
     command = table[first]
     prog = f"{prog} {first}"
     if isinstance(command, Group):
@@ -92,7 +95,9 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     )
     for name, field in model.model_fields.items():
         add_field(parser, name, field, name == command.positional)
-    parser.add_argument("--config", help="YAML file of options; flags take precedence")
+    parser.add_argument(
+        "--config", help="YAML file of options; flags take precedence"
+    )
     values = vars(parser.parse_args(words))
     file = values.pop("config", None)
     if file is not None:
@@ -103,7 +108,9 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         raise UserError(first_problem(error, flag_of)) from None
 
 
-def add_field(parser: Parser, name: str, field: FieldInfo, positional: bool) -> None:
+def add_field(
+    parser: Parser, name: str, field: FieldInfo, positional: bool
+) -> None:
     """Add the flags of a field, or the positional argument that sets it."""
     about = (field.description or "").replace("%", "%%")
     if field.is_required():

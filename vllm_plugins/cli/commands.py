@@ -29,7 +29,9 @@ def kinds() -> dict[str, Command]:
     commands = {}
     for kind, config in KINDS.items():
         text = (config.options.__doc__ or "").strip()
-        commands[kind] = Command(text.split(": ", 1)[-1], text, train, config.options)
+        commands[kind] = Command(
+            text.split(": ", 1)[-1], text, train, config.options
+        )
     return commands
 
 
@@ -78,9 +80,7 @@ def train(options: TrainingOptions) -> int:
         os.environ.get("RANK", "0")
     ):  # torchrun and accelerate start a process per GPU
         return 0
-    trained = (
-        f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
-    )
+    trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
     best = facts["held_out_after_step"]
     kept = (
         ""

@@ -48,7 +48,9 @@ HELD_OUT = 8  # one of so many prompts is held out with all its answers
 # Most tokens of a chat, and of a response
 LENGTH = 2048
 RESPONSE = 512
-HALF = 128  # most tokens of a held-out text that form its prompt; at most half of it
+HALF = (
+    128  # most tokens of a held-out text that form its prompt; at most half of it
+)
 NEW_TOKENS = 128  # of a text for calibration
 CALIBRATED = 64  # most held-out prompts of a calibration
 MOST_PASSES = 16  # over the data
@@ -102,7 +104,9 @@ class Fit:
         self.out = Path(options.out)
         code = options.trust_remote_code
         with loading(options.model):
-            config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
+            config = AutoConfig.from_pretrained(
+                options.model, trust_remote_code=code
+            )
             self.tokenizer = AutoTokenizer.from_pretrained(
                 options.model, trust_remote_code=code
             )
@@ -110,7 +114,9 @@ class Fit:
         self.config = config.get_text_config()
         longest = getattr(self.config, "max_position_embeddings", None)
         self.length = min(LENGTH, longest or LENGTH)
-        self.shared = options.model_dump(include={"model", "seed", "trust_remote_code"})
+        self.shared = options.model_dump(
+            include={"model", "seed", "trust_remote_code"}
+        )
         kept = folder / "options.json"
         ours = options.essence()
         theirs = json.loads(kept.read_text()) if kept.exists() else ours
@@ -144,11 +150,15 @@ class Fit:
             write_chats(answers, lambda _: engine(), until)
             files.append(Path(answers.out))
         if not given:
-            own = shared.model_copy(update={"out": str(self.folder / "others.jsonl")})
+            own = shared.model_copy(
+                update={"out": str(self.folder / "others.jsonl")}
+            )
             try:
                 write_chats(own, lambda _: engine(), began + seconds)
                 files.append(Path(own.out))
-            except TrainingError as error:  # some models write no usable user turns
+            except (
+                TrainingError
+            ) as error:  # some models write no usable user turns
                 if not files:
                     raise
                 print(f"vllm-ppd: fitting to answers alone: {error}", flush=True)
@@ -220,14 +230,20 @@ class Fit:
             chosen["train_vocab_size"] = VOCABULARY
         layers = self.config.num_hidden_layers
         if layers >= 4 and self.architecture in FAMILIES:
-            chosen["layers"] = tuple(round(share * layers / 4) for share in (1, 2, 3))
+            chosen["layers"] = tuple(
+                round(share * layers / 4) for share in (1, 2, 3)
+            )
         # Four layers' states and the likeliest tokens of each position.
         kept_bytes = tokens * (4 * 2 * self.config.hidden_size + 16 * 6)
-        if kept_bytes < min(STATES_BYTES, shutil.disk_usage(self.folder).free / 2):
+        if kept_bytes < min(
+            STATES_BYTES, shutil.disk_usage(self.folder).free / 2
+        ):
             chosen["states_cache"] = str(self.folder / "states")
         began = time.monotonic()
         speed = loop.speed_of(CPOptions(**chosen))
-        seconds = 60 * self.options.minutes * TRAINING - (time.monotonic() - began)
+        seconds = 60 * self.options.minutes * TRAINING - (
+            time.monotonic() - began
+        )
         # The first pass also computes the target's states.
         further = seconds - speed.steps * speed.first_step
         passes = 1 + max(0.0, further) / (speed.steps * speed.step)
@@ -253,7 +269,9 @@ class Fit:
                     data=(str(data),),
                     prompts=min(held_out, CALIBRATED),
                     new_tokens=NEW_TOKENS,
-                    precision="bfloat16" if torch.cuda.is_available() else "float32",
+                    precision="bfloat16"
+                    if torch.cuda.is_available()
+                    else "float32",
                 )
             )
 

@@ -43,13 +43,17 @@ def run(options: InspectOptions) -> int:
         )
     folder = whole_folder(options.heads, ["*.json"])
     config = load_config(folder)
-    is_fetched = folder == options.heads or any(Path(folder).glob("*.safetensors"))
+    is_fetched = folder == options.heads or any(
+        Path(folder).glob("*.safetensors")
+    )
     if is_fetched:
         check_folder(folder)
     shapes = config.shapes().values()
     weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
     lines = {"kind": config.kind}
-    lines |= config.model_dump(mode="json", exclude={"fingerprint", "layer_tensors"})
+    lines |= config.model_dump(
+        mode="json", exclude={"fingerprint", "layer_tensors"}
+    )
     lines["weights"] = weights if is_fetched else f"{weights}, not fetched"
     lines["trained"] = _if_there(
         lambda: "{0.time} ({0.command})".format(provenance_of(folder))

@@ -28,7 +28,9 @@ COMMANDS: Table = {
         commands.data,
         "heads.generation.options:DataOptions",
     ),
-    "train": Group("train heads", "Train heads for a target model.", commands.kinds),
+    "train": Group(
+        "train heads", "Train heads for a target model.", commands.kinds
+    ),
     "calibrate": Command(
         "measure heads and recommend a setting",
         "Measure how many drafts of a heads folder are accepted, and store the best "
@@ -58,7 +60,9 @@ def main(
     """Run one of the commands; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     about = (
-        "Train, measure and inspect heads for vllm-ppd." if table is COMMANDS else ""
+        "Train, measure and inspect heads for vllm-ppd."
+        if table is COMMANDS
+        else ""
     )
     try:
         with termination_as_interrupt():
@@ -76,10 +80,12 @@ def _message(error: Exception) -> str:
     text = shortened(str(error))
     if "o space left" in text or "isk quota" in text:
         text = shortened(text, LONGEST_MESSAGE // 2)
-        return (
-            f"the disk is full ({text}); free some space and run the same command again"
-        )
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"the disk is full ({text}); free some space and run the same command again"
+    if (
+        isinstance(error, OSError)
+        and error.filename is not None
+        and error.strerror
+    ):
         where = shortened(str(error.filename), LONGEST_MESSAGE // 2)
         instead = "check its permissions, or give another path"
         return f"{where} cannot be read or written ({error.strerror}); {instead}"

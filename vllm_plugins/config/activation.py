@@ -95,7 +95,10 @@ def activate(
         config: DraftingConfig | None
         if is_ours(asked):
             config = _resolved(
-                parse_options(with_method(asked)), args, model_config, parallel_config
+                parse_options(with_method(asked)),
+                args,
+                model_config,
+                parallel_config,
             )
             _rewrite(args, config)
         else:
@@ -164,7 +167,9 @@ def _resolved(
     """
     options = with_default_method(options, parallel_config.pipeline_parallel_size)
     refuse_target(options, model_config, parallel_config, args)
-    heads = None if options.model is None else _checked_heads(options, model_config)
+    heads = (
+        None if options.model is None else _checked_heads(options, model_config)
+    )
     config = resolve(
         options,
         model_config.hf_text_config.num_hidden_layers,
@@ -176,7 +181,9 @@ def _resolved(
     return config
 
 
-def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> HeadsConfig:
+def _checked_heads(
+    options: DraftingOptions, model_config: ModelConfig
+) -> HeadsConfig:
     """The configuration of a heads folder, after a complete check against the target.
 
     Raises:
@@ -187,7 +194,9 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
     at_hand = _fingerprint_at_hand(model_config)
-    other_weights = check_target(heads, folder, target, at_hand, not options.verify)
+    other_weights = check_target(
+        heads, folder, target, at_hand, not options.verify
+    )
     if other_weights is not None:
         logger.warning("vllm-ppd: %s", other_weights)
     elif heads.fingerprint.lm_head and not at_hand.lm_head:

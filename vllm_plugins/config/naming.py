@@ -103,7 +103,9 @@ def _names_heads(model: str) -> bool:
     elif hub_name(model) is not None:
         return _is_on_hub(model)
     else:
-        wrong = "is neither a method nor a folder" if model.strip() else "is empty"
+        wrong = (
+            "is neither a method nor a folder" if model.strip() else "is empty"
+        )
     raise OptionError(
         f"speculative model {quoted(model)} {wrong}; give a method "
         f"({', '.join(METHODS)}), a heads folder, or ORGANISATION/NAME on the Hub "

@@ -6,7 +6,13 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
@@ -144,7 +150,9 @@ class DraftingOptions(BaseModel):
 
 def flag_fields() -> list[str]:
     """Fields that have a --ppd-... flag."""
-    return [name for name in DraftingOptions.model_fields if name not in FLAGS_OF_VLLM]
+    return [
+        name for name in DraftingOptions.model_fields if name not in FLAGS_OF_VLLM
+    ]
 
 
 def flag_name(field: str) -> str:
@@ -167,7 +175,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     method = parser._option_string_actions["--spec-method"]
     method.choices = [*(method.choices or ()), *METHODS]
     for name in flag_fields():
-        text = (DraftingOptions.model_fields[name].description or "").replace("%", "%%")
+        text = (DraftingOptions.model_fields[name].description or "").replace(
+            "%", "%%"
+        )
         group.add_argument(
             flag_name(name),
             dest=PREFIX + name,

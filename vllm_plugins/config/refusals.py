@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def refuse_target(
-    options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any
+    options: DraftingOptions,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    args: Any,
 ) -> None:
     """Refuse a target, its parallelism and vLLM's EngineArgs."""
     method = METHODS[options.method]
@@ -202,7 +205,9 @@ def refuse_target(
                 f"stages exchange only token IDs; {instead}"
             )
         if parallel.data_parallel_size > 1:
-            raise OptionError("data parallelism is not supported with a worker group")
+            raise OptionError(
+                "data parallelism is not supported with a worker group"
+            )
         if executor == "external_launcher":
             raise OptionError(
                 "the external_launcher executor is not supported with a worker "
@@ -217,7 +222,9 @@ def refuse_target(
                 "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
             )
         if transfer:
-            raise OptionError(f"KV connectors (--kv-transfer-config) are {within}")
+            raise OptionError(
+                f"KV connectors (--kv-transfer-config) are {within}"
+            )
         if args.kv_offloading_size:
             raise OptionError(f"KV offloading (--kv-offloading-size) is {within}")
         if args.enable_sleep_mode:
@@ -246,7 +253,9 @@ def refuse_cut(model: ModelConfig, cutting: str) -> None:
         )
 
 
-def refuse_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> None:
+def refuse_layers_read(
+    heads: HeadsConfig, folder: str, model: ModelConfig
+) -> None:
     """Refuse targets that cannot provide the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
@@ -354,7 +363,8 @@ def refuse_options(
 def refuse_scheduling(config: DraftingConfig, args: Any) -> None:
     """Refuse vLLM's EngineArgs that drafts, or a worker group, do not support."""
     drawn = (
-        config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
+        config.draft_sample_method == "probabilistic"
+        and not config.spec.looks_up_alone
     )
     if args.use_fp64_gumbel and drawn:
         raise OptionError(

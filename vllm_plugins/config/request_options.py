@@ -29,7 +29,9 @@ class RequestOptions(BaseModel):
     strings, numbers and lists.
     """
 
-    ppd_draft: bool = Field(True, description="false: do not draft for this request")
+    ppd_draft: bool = Field(
+        True, description="false: do not draft for this request"
+    )
     ppd_eps_b: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
         None, description="back-off threshold of this request (method dynamo)"
     )
@@ -116,7 +118,10 @@ def check(params: Any, config: DraftingConfig) -> None:
         raise platform.invalid_request(
             shortened(str(error)), parameter="vllm_xargs"
         ) from None
-    if not config.verify and getattr(params, "structured_outputs", None) is not None:
+    if (
+        not config.verify
+        and getattr(params, "structured_outputs", None) is not None
+    ):
         raise platform.invalid_request(
             "structured outputs need verified tokens, but this server emits "
             "unverified ones (verify: false)",

@@ -25,7 +25,9 @@ LOOKUP: dict[str, Any] = {
 }
 
 
-def with_default_method(options: DraftingOptions, stages: int = 1) -> DraftingOptions:
+def with_default_method(
+    options: DraftingOptions, stages: int = 1
+) -> DraftingOptions:
     """Options in which method ppd without heads becomes lookup, unless an option of
     early drafting is given.
 
@@ -69,13 +71,20 @@ def resolve(
     if stages > 1:
         # The stages' split d_bar is at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
-        exits = [layer for layer in getattr(heads, "exit_layers", ()) if layer >= half]
+        exits = [
+            layer for layer in getattr(heads, "exit_layers", ()) if layer >= half
+        ]
         defaults["exit_layer"] = min(exits, default=half)
         defaults["disable_by_batch_size"] = GROUP_CUT_OFF
 
     values = options.model_dump()
-    values |= {name: value for name, value in defaults.items() if name not in given}
-    if heads is not None and values["draft_vocab_size"] == heads.target.vocab_size:
+    values |= {
+        name: value for name, value in defaults.items() if name not in given
+    }
+    if (
+        heads is not None
+        and values["draft_vocab_size"] == heads.target.vocab_size
+    ):
         values["draft_vocab_size"] = None
     config = DraftingConfig.model_construct(
         **values
@@ -84,7 +93,9 @@ def resolve(
             "stages": stages,
             "cuts": method.cuts or bool(getattr(heads, "layers", ())),
             "heads_summary": "" if heads is None else heads.describe(),
-            "adaptive": options.adaptive if options.verify and stages == 1 else False,
+            "adaptive": options.adaptive
+            if options.verify and stages == 1
+            else False,
         }
     )
     refuse_options(options, config, heads)

@@ -61,7 +61,9 @@ class DraftingConfig(DraftingOptions):
         parts = []
         if grouped:
             layers = self.partition.replace(",", " and ")
-            parts.append(f"worker group over 2 pipeline stages of {layers} layers")
+            parts.append(
+                f"worker group over 2 pipeline stages of {layers} layers"
+            )
             if self.candidates > 1:
                 parts.append(f"{self.candidates} candidates")
         elif self.exit_layer is not None:

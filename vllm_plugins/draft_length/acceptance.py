@@ -136,7 +136,9 @@ class Acceptance:
                 if req_id in self._requests
             }
 
-    def per_request(self, req_ids: Sequence[str], kinds: Sequence[int]) -> list[float]:
+    def per_request(
+        self, req_ids: Sequence[str], kinds: Sequence[int]
+    ) -> list[float]:
         """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
         shares = [0.0] * len(self.kinds)
         if len(req_ids) <= MAX_FOLLOWED:
@@ -156,4 +158,6 @@ class Acceptance:
 
     def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""
-        return max(self.kinds[kind].deviation(drafts, self._age) for kind in kinds)
+        return max(
+            self.kinds[kind].deviation(drafts, self._age) for kind in kinds
+        )

@@ -16,12 +16,16 @@ class CostTable(BaseModel):
     """Seconds of decode steps at the batch sizes and numbers of drafts that were measured."""
 
     sizes: list[int] = Field(min_length=1)  # requests, ascending
-    counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
+    counts: list[int] = Field(
+        min_length=1
+    )  # drafts per request, ascending from 0
     seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:
-        if [len(row) for row in self.seconds] != [len(self.counts)] * len(self.sizes):
+        if [len(row) for row in self.seconds] != [len(self.counts)] * len(
+            self.sizes
+        ):
             raise ValueError(
                 f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers"
             )
@@ -59,7 +63,9 @@ class StepCosts:
         # verification of the largest batch's drafts, less what drafting takes for one.
         drafting = self._seconds[0, -1] - self._seconds[0, 0]
         verified = max(self._seconds[-1, -1] - drafting, self._seconds[-1, 0])
-        self._tokens = np.append(self.sizes, self.sizes[-1] * (1 + self.max_drafts))
+        self._tokens = np.append(
+            self.sizes, self.sizes[-1] * (1 + self.max_drafts)
+        )
         self._plain = np.append(self._seconds[:, 0], verified)
 
     def seconds(self, requests: int, prompt_tokens: int, drafts: int) -> float:
@@ -72,7 +78,9 @@ class StepCosts:
         """
         key = requests, drafts
         if key not in self._decoding:
-            self._decoding[key] = _at(requests, self.sizes, self._seconds[:, drafts])
+            self._decoding[key] = _at(
+                requests, self.sizes, self._seconds[:, drafts]
+            )
         seconds = self._decoding[key]
         if prompt_tokens:
             tokens = requests * (1 + drafts)

@@ -81,7 +81,9 @@ def measure_table(
     # is limited by compute, too, and has the same relative costs.
     time_steps(largest, [0])
     seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
-    largest = from_first_rank(min(max(int(largest * SECONDS / seconds), 1), largest))
+    largest = from_first_rank(
+        min(max(int(largest * SECONDS / seconds), 1), largest)
+    )
     measured: dict[int, list[float]] = {}
     for size in sizes_to_measure(largest, counts[-1]):
         if len(measured) >= REQUIRED and late(began, SECONDS):

@@ -141,7 +141,9 @@ class StepSeconds:
         """Whether the table alone compares two numbers of drafts, after some steps."""
         bucket = self._bucket(requests)
         return (
-            self.clock and bucket.step >= MEMORY and not bucket.compares(first, second)
+            self.clock
+            and bucket.step >= MEMORY
+            and not bucket.compares(first, second)
         )
 
     def relative(

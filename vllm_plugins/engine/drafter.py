@@ -29,8 +29,12 @@ class LookedUp(NamedTuple):
     method's.
     """
 
-    matched: torch.Tensor  # [requests] bool, whether the request has looked-up drafts
-    token_ids: torch.Tensor  # [requests, K] int64, arbitrary where there is no match
+    matched: (
+        torch.Tensor
+    )  # [requests] bool, whether the request has looked-up drafts
+    token_ids: (
+        torch.Tensor
+    )  # [requests, K] int64, arbitrary where there is no match
 
 
 @dataclass(frozen=True)

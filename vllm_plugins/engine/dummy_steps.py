@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from typing_extensions import Self
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import (
+    CachedRequestData,
+    NewRequestData,
+    SchedulerOutput,
+)
 
 TOKEN = 1  # the token of prompts, and of drafts as the scheduler names them
 # Steps with each number of drafts
@@ -120,7 +124,9 @@ def length_needed(counts: Sequence[int], steps: int) -> int:
     return 2 + emitted + max(counts) + 1
 
 
-def blocks_per_request(runner: Any, counts: Sequence[int], steps: int) -> list[int]:
+def blocks_per_request(
+    runner: Any, counts: Sequence[int], steps: int
+) -> list[int]:
     """KV blocks of such a request in each KV cache group."""
     length = length_needed(counts, steps)
     groups = runner.kv_cache_config.kv_cache_groups

@@ -13,8 +13,12 @@ from vllm_ppd.heads.generation.write import Sampling
 from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
-CPU_CACHE = 4 << 30  # most bytes of KV cache, and at most a quarter of the free memory
-CPU_STEP = 1024  # tokens: longer prompts leave a core's cache and take longer per token
+CPU_CACHE = (
+    4 << 30
+)  # most bytes of KV cache, and at most a quarter of the free memory
+CPU_STEP = (
+    1024  # tokens: longer prompts leave a core's cache and take longer per token
+)
 
 
 class OfflineEngine:
@@ -33,7 +37,9 @@ class OfflineEngine:
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
     ) -> list[Any]:
         # Explicit, as vLLM's defaults follow the model's generation_config.json
-        params = [SamplingParams(**sampling._asdict(), seed=seed) for seed in seeds]
+        params = [
+            SamplingParams(**sampling._asdict(), seed=seed) for seed in seeds
+        ]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
             inputs,

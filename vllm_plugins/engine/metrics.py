@@ -23,7 +23,8 @@ import numpy as np
 # request has a lookup match, or none may draft; more requests than
 # disable_by_batch_size.
 DRAFTING_OFF = tuple(
-    f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
+    f"drafting_off_steps/{reason}"
+    for reason in ("cost", "no_match", "batch_size")
 )
 COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF
 # Counters of steady steps of decoding alone, with drafts and without: steps, seconds,
@@ -160,7 +161,9 @@ class Published:
     # One table for the process, whose registry takes a name once
     _counters: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self, model_name: str, engines: Iterable[int], group: bool) -> None:
+    def __init__(
+        self, model_name: str, engines: Iterable[int], group: bool
+    ) -> None:
         from prometheus_client import Counter
 
         self._series: dict[tuple[str, int], Any] = {}
@@ -171,7 +174,9 @@ class Published:
             of_reason = {"reason": reason} if reason else {}
             if base not in self._counters:
                 labels = ["model_name", "engine", *of_reason]
-                self._counters[base] = Counter(f"ppd:{base}", text, labelnames=labels)
+                self._counters[base] = Counter(
+                    f"ppd:{base}", text, labelnames=labels
+                )
             for engine in engines:
                 # Exported as 0 from the start
                 self._series[name, engine] = self._counters[base].labels(

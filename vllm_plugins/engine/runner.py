@@ -100,7 +100,9 @@ class DraftingRunnerMixin(UpdatedRunner):
         has a row for each draft.
         """
         if self._logits is not None:  # not a dummy step
-            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, self._logits))
+            prompt_lora_mapping = tuple(
+                np.repeat(prompt_lora_mapping, self._logits)
+            )
             self._logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
@@ -116,7 +118,9 @@ class DraftingRunnerMixin(UpdatedRunner):
         if not self._drafted and self.speculator.config.spec.looks_up_alone:
             # Lookups cost next to nothing, and their matches tell when drafts pay.
             made = self.num_speculative_steps
-            self.execute_model_state = state._replace(num_spec_tokens_to_schedule=made)
+            self.execute_model_state = state._replace(
+                num_spec_tokens_to_schedule=made
+            )
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         elif self._drafted:
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
@@ -140,7 +144,9 @@ class DraftingRunnerMixin(UpdatedRunner):
             with temporarily(self, speculator=speculator):
                 return stock(*arguments)
 
-        with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
+        with temporarily(
+            self, speculator=None, num_speculative_steps=0, sample=sample
+        ):
             return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def take_draft_token_ids(self) -> Any:

@@ -100,13 +100,17 @@ class DraftingScheduler(CountingScheduler):
         assert config is not None
         self.config = config
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
-        self.policy: DraftPolicy | None = None  # None: always as many as configured
+        self.policy: DraftPolicy | None = (
+            None  # None: always as many as configured
+        )
         self.drafts = self.num_spec_tokens  # that the latest step makes
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
         self._in_flight = 0  # steps
-        self._last_output: float | None = None  # None: the engine waited for requests
+        self._last_output: float | None = (
+            None  # None: the engine waited for requests
+        )
         self._last_log = -math.inf
         asynchronous = self.scheduler_config.async_scheduling
         logger.info(
@@ -121,7 +125,9 @@ class DraftingScheduler(CountingScheduler):
             table = CostTable(sizes=[1], counts=counts, seconds=[GUESSED_SECONDS])
         executor = self.parallel_config.distributed_executor_backend
         # Every rank has a scheduler there, and their clocks differ.
-        clock = self.config.adaptive != "table" and executor != "external_launcher"
+        clock = (
+            self.config.adaptive != "table" and executor != "external_launcher"
+        )
         self.policy = DraftPolicy(StepCosts(table), KINDS, clock)
 
     def add_request(self, request: Request) -> None:
@@ -132,7 +138,9 @@ class DraftingScheduler(CountingScheduler):
             kind = GREEDY if params.temperature == 0 else 0
         self._kinds[request.request_id] = kind
         if len(self._kinds) > 2 * len(self.requests) + MAX_FINISHED:
-            self._kinds = {req_id: self._kinds[req_id] for req_id in self.requests}
+            self._kinds = {
+                req_id: self._kinds[req_id] for req_id in self.requests
+            }
 
     # Scheduling -----------------------------------------------------------------------
 
@@ -160,7 +168,9 @@ class DraftingScheduler(CountingScheduler):
         decoding = list(tokens)
         prompt = 0
         ahead = 0
-        if scheduler_output.total_num_scheduled_tokens != len(tokens) * (1 + before):
+        if scheduler_output.total_num_scheduled_tokens != len(tokens) * (
+            1 + before
+        ):
             decoding = []
             for req_id, scheduled in tokens.items():
                 left = self._prompt_left(req_id, scheduled)
@@ -177,7 +187,9 @@ class DraftingScheduler(CountingScheduler):
             prompt_tokens=prompt,
             verified=before if len(verified) in (0, len(decoding)) else None,
             drafted=self._chosen(
-                decoding, min(ahead, self.max_num_scheduled_tokens), scheduler_output
+                decoding,
+                min(ahead, self.max_num_scheduled_tokens),
+                scheduler_output,
             ),
         )
         setattr(scheduler_output, STEP, step)
@@ -204,7 +216,10 @@ class DraftingScheduler(CountingScheduler):
         drafting = [name for name in decoding if self._kinds[name] >= lowest]
         before = self.policy.current
         drafts = self.policy.choose(
-            len(decoding), ahead, drafting, [self._kinds[name] for name in drafting]
+            len(decoding),
+            ahead,
+            drafting,
+            [self._kinds[name] for name in drafting],
         )
         if self.policy.current != before:
             self._log_choice(len(decoding), before)
@@ -241,7 +256,9 @@ class DraftingScheduler(CountingScheduler):
         step: Step | None = getattr(scheduler_output, STEP, None)
         if step is None:
             self._last_output = None
-            return super().update_from_output(scheduler_output, model_runner_output)
+            return super().update_from_output(
+                scheduler_output, model_runner_output
+            )
         self._in_flight -= 1
         now = time.perf_counter()
         seconds = None if self._last_output is None else now - self._last_output
@@ -267,11 +284,14 @@ class DraftingScheduler(CountingScheduler):
         names = [
             name
             for name in scheduler_output.scheduled_spec_decode_tokens
-            if self._kinds.get(name, OPTED_OUT) != OPTED_OUT and sampled[index[name]]
+            if self._kinds.get(name, OPTED_OUT) != OPTED_OUT
+            and sampled[index[name]]
         ]
         emitted = [len(sampled[index[name]]) for name in names]
         if self._watch is not None and step.verified:
-            self._watch.observe(len(names), step.verified, sum(emitted) - len(names))
+            self._watch.observe(
+                len(names), step.verified, sum(emitted) - len(names)
+            )
         if self.policy is not None:
             kinds = [self._kinds[name] for name in names]
             self.policy.observe(step, seconds, names, kinds, emitted)
@@ -285,11 +305,15 @@ class DraftingScheduler(CountingScheduler):
         counts = {steps: 1.0, durations: seconds, lengths: tokens}
         if step.drafted:
             assert self.policy is not None
-            cost = self.policy.seconds.relative(step.requests, 0, 0, step.drafted)[0]
+            cost = self.policy.seconds.relative(
+                step.requests, 0, 0, step.drafted
+            )[0]
             counts[WITHOUT_DRAFTS] = seconds * tokens / cost
         self.report(counts)
 
-    def _follow_matches(self, req_ids: Iterable[str], matched: Iterable[int]) -> None:
+    def _follow_matches(
+        self, req_ids: Iterable[str], matched: Iterable[int]
+    ) -> None:
         """Note which requests had a match in their own text."""
         found = False
         for req_id, match in zip(req_ids, matched, strict=True):

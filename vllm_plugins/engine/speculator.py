@@ -56,7 +56,9 @@ class Speculator(DraftModelSpeculator):
     target: Target
     staging: Staging
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+    def __init__(
+        self, vllm_config: Any, device: torch.device, req_states: Any
+    ) -> None:
         self.config = required_config(vllm_config, self)
         super().__init__(vllm_config, device)
         self.req_states = req_states
@@ -130,7 +132,9 @@ class Speculator(DraftModelSpeculator):
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         config = self._config_of_graphs()
-        self.graphs = CudaGraphManager(config, self.device, mode, decode_query_len=1)
+        self.graphs = CudaGraphManager(
+            config, self.device, mode, decode_query_len=1
+        )
         if self.sampled:
             self.sampled_graphs = CudaGraphManager(
                 config,
@@ -148,7 +152,9 @@ class Speculator(DraftModelSpeculator):
         if sizes:
             config.scheduler_config = copy.copy(config.scheduler_config)
             verified = max(max(sizes) // (1 + self.num_speculative_steps), 1)
-            config.scheduler_config.max_num_seqs = min(verified, self.max_num_reqs)
+            config.scheduler_config.max_num_seqs = min(
+                verified, self.max_num_reqs
+            )
         return config
 
     def capture(self) -> None:
@@ -224,7 +230,9 @@ class Speculator(DraftModelSpeculator):
             self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
 
-    def _run(self, requests: int, sampled: bool, end: StepEnd | None = None) -> None:
+    def _run(
+        self, requests: int, sampled: bool, end: StepEnd | None = None
+    ) -> None:
         """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one
         has its size.
         """
@@ -235,7 +243,9 @@ class Speculator(DraftModelSpeculator):
             if dispatched.cg_mode == CUDAGraphMode.FULL:
                 graph = dispatched
         if end is not None:
-            self.staging.stage(end, requests if graph is None else graph.num_tokens)
+            self.staging.stage(
+                end, requests if graph is None else graph.num_tokens
+            )
         if manager is None or graph is None:
             self._draft(requests, sampled)
         else:
@@ -287,7 +297,9 @@ class Speculator(DraftModelSpeculator):
         states = self.req_states
         rows = rows.clamp(min=0)[:, None]
         places = (
-            states.total_len.gpu[rows] - 1 - torch.arange(count, device=rows.device)
+            states.total_len.gpu[rows]
+            - 1
+            - torch.arange(count, device=rows.device)
         )
         tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
         return torch.where(places < 0, -1, tokens).long()

@@ -112,7 +112,9 @@ class Staging:
         options: of the request rows.
     """
 
-    def __init__(self, requests: int, target: Target, options: RequestOptions) -> None:
+    def __init__(
+        self, requests: int, target: Target, options: RequestOptions
+    ) -> None:
         self.options = options
         device = target.device
         hidden = torch.zeros(
@@ -153,7 +155,9 @@ class Staging:
         """Stage a verified step, and mark the padding after its requests, in one launch
         on a GPU.
         """
-        chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
+        chosen(stage, end.hidden)(
+            end, self.options.on_device, self.staged, padded
+        )
 
     def inputs(
         self,

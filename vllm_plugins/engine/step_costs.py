@@ -62,7 +62,9 @@ def costs_of_engine(
     group = get_tp_group()
     path = cache_file(config, vllm_config)
     cached = group.broadcast_object(
-        load(path) if config.step_costs == "cached" and group.is_first_rank else None
+        load(path)
+        if config.step_costs == "cached" and group.is_first_rank
+        else None
     )
     if cached is not None:
         logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached))
@@ -155,7 +157,10 @@ def heads_content(folder: str | None) -> dict[str, str]:
     """
     if folder is None or not os.path.isdir(folder):
         return {}
-    files = [Path(folder) / CONFIG_NAME, *sorted(Path(folder).glob("*.safetensors"))]
+    files = [
+        Path(folder) / CONFIG_NAME,
+        *sorted(Path(folder).glob("*.safetensors")),
+    ]
     return {path.name: digest_of(path) for path in files}
 
 

@@ -15,7 +15,9 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
@@ -63,7 +65,9 @@ class PackedLinear:
     def load(self, weight: torch.Tensor) -> None:
         """Replace the matrix by another one of its shape; CUDA graphs read it from then on, too."""
         if self.device.type == "cpu":
-            self._pack(weight)  # in a layout of the platform's, and without graphs
+            self._pack(
+                weight
+            )  # in a layout of the platform's, and without graphs
         else:
             self.layer.weight.data.copy_(weight)
 
@@ -88,7 +92,9 @@ class LMHead:
 
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
-        rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]
+        rows = classifiers[
+            ..., self.vocab_start : self.vocab_start + self.num_valid, :
+        ]
         return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
 
     def all_gather(self, parts: torch.Tensor) -> torch.Tensor:
@@ -116,7 +122,9 @@ class TargetLMHead(LMHead):
         vllm_config, device: of the engine.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, vllm_config: Any, device: torch.device
+    ) -> None:
         self.model_config = vllm_config.model_config
         self.device = device
         self.lm_head: Any = without_adapters(model.lm_head)
@@ -125,7 +133,9 @@ class TargetLMHead(LMHead):
         self.tp_size = int(self.lm_head.tp_size)
         self.vocab_size = int(self.logits_processor.org_vocab_size)
         self.vocab_start = int(shard.org_vocab_start_index)
-        self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+        self.num_valid = int(
+            shard.org_vocab_end_index - shard.org_vocab_start_index
+        )
         self.shard_size = int(self.lm_head.num_embeddings_per_partition)
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
@@ -301,14 +311,18 @@ class Target:
 
     cut: ModelCut
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, vllm_config: Any, device: torch.device
+    ) -> None:
         self.is_multimodal = isinstance(model, SupportsMultiModal)
         self.model = model.get_language_model() if self.is_multimodal else model
         self.vllm_config = vllm_config
         self.device = device
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
-        self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
+        self.hidden_size: int = (
+            vllm_config.model_config.hf_text_config.hidden_size
+        )
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.lm_head = TargetLMHead(self.model, vllm_config, device)
         self._adapted = [
@@ -323,7 +337,9 @@ class Target:
         """
         return PackedLinear(weight, self.vllm_config, self.device)
 
-    def embedding(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def embedding(
+        self, weight: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""
         with set_current_vllm_config(self.vllm_config), self.device:
             table = VocabParallelEmbedding(*weight.shape, params_dtype=self.dtype)
@@ -375,7 +391,9 @@ class Target:
         self._prepare_graphs()
         return states
 
-    def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def with_token_heads(
+        self, weights: list[dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
         """Run further decoder layers beside the target's last one, each with KV of its
         own (DynaMo's token heads).
 
@@ -424,4 +442,6 @@ class Target:
                 self.device,
             )
             # vLLM captures piecewise graphs only for a model with compiled submodules.
-            self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))
+            self.model.add_module(
+                "vllm_ppd_stacks", nn.ModuleList(self.cut.compiled)
+            )

@@ -105,7 +105,9 @@ class Verification(RejectionSampler):
         self._compiled = True
         unverified = self.speculator.unverified
         if unverified is not None:
-            drawn = unverified.emit(drawn, verify_draft_sampled, expanded_local_pos)
+            drawn = unverified.emit(
+                drawn, verify_draft_sampled, expanded_local_pos
+            )
         width = self.num_speculative_steps + 1
         sampled, num_sampled = chosen(accept_drawn, drawn)(
             drawn, verify_draft_sampled, cu_num_logits, width
@@ -123,7 +125,9 @@ class Verification(RejectionSampler):
         rejection sampler omits.
         """
         if not self._token_ids:
-            return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, *args
+            )
         *places, num_logprobs = args
         emitted = super()._get_logprobs_tensors(
             sampled,
@@ -136,7 +140,8 @@ class Verification(RejectionSampler):
             logits,
             max(num_logprobs, 0),
             emitted.logprob_token_ids[:, 0].contiguous(),
-            emitted.cu_num_generated_tokens or emitted.cu_num_generated_tokens_tensor,
+            emitted.cu_num_generated_tokens
+            or emitted.cu_num_generated_tokens_tensor,
             self.sampler.logprob_token_ids_state,
             self._rows,
             self._token_ids,

@@ -9,7 +9,11 @@ from vllm.platforms import current_platform
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
-from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.dummy_steps import (
+    STEPS,
+    most_requests,
+    time_steps,
+)
 from vllm_ppd.vllm_plugins.engine.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily

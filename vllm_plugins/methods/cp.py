@@ -51,7 +51,9 @@ class CPDrafter(Drafter):
         self.factors = config.num_speculative_tokens + 1
         self.factorised = heads.factorised
         self.rank = heads.rank
-        self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
+        self.gate = tensors["cp.gate"].to(
+            device=target.device, dtype=target.dtype
+        )
         self.token_gate: torch.Tensor | None = None
         if heads.condition == "recurrent":
             self.factors -= 1

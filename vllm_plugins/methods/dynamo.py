@@ -39,7 +39,10 @@ class DynaMoDrafter(Drafter):
         heads, tensors = load_tensors(str(config.model), DynaMoConfig)
         drafts = config.num_speculative_tokens
         weights = [
-            {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors}
+            {
+                name: tensors[f"head.{token}.{name}"]
+                for name in heads.layer_tensors
+            }
             for token in range(2, drafts + 2)
         ]
         # [heads, tokens of the step, hidden]

@@ -45,7 +45,11 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
     (_CONFIG, "__post_init__", start.complete_config),
     (_CONFIG, "num_lookahead_tokens", start.num_lookahead_tokens),
     (_CONFIG, "use_v2_model_runner", start.use_v2_model_runner),
-    (_CONFIG, "_get_v2_model_runner_unsupported_features", start.unsupported_features),
+    (
+        _CONFIG,
+        "_get_v2_model_runner_unsupported_features",
+        start.unsupported_features,
+    ),
     (
         _CONFIG,
         "_maybe_disable_dynamic_sd_for_data_parallel",
@@ -61,7 +65,11 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
         "generate",
         requests.checked_before_streaming,
     ),
-    (_RESPONSES, "_generate_with_builtin_tools", requests.checked_before_streaming),
+    (
+        _RESPONSES,
+        "_generate_with_builtin_tools",
+        requests.checked_before_streaming,
+    ),
     (_SCHEDULER_CONFIG, "get_scheduler_cls", scheduling.get_scheduler_cls),
     (_CORE, "__init__", scheduling.make_core),
     (_CORE, "post_step", scheduling.post_step),
@@ -125,7 +133,9 @@ def wrap(owner_path: str, name: str, wrapper: Callable[..., Any]) -> None:
     owner = getattr(owner, class_name) if class_name else owner
     stock = vars(owner)[name]
     original: Any = (
-        stock.fget if isinstance(stock, property) else getattr(stock, "__func__", stock)
+        stock.fget
+        if isinstance(stock, property)
+        else getattr(stock, "__func__", stock)
     )
 
     @functools.wraps(original)
@@ -136,7 +146,9 @@ def wrap(owner_path: str, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(
         owner,
         name,
-        sort(wrapped) if sort in (property, classmethod, staticmethod) else wrapped,
+        sort(wrapped)
+        if sort in (property, classmethod, staticmethod)
+        else wrapped,
     )
 
 

@@ -13,7 +13,11 @@ _signature = functools.cache(inspect.signature)
 
 
 def validate_params(
-    original: Callable[..., Any], self: Any, params: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """InputProcessor._validate_params: check the request's options as well."""
     config = active_config(self.vllm_config)

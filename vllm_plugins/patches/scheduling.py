@@ -38,7 +38,9 @@ def follow_step_costs(core: Any, again: bool = False) -> None:
         core.scheduler.follow(costs)
 
 
-def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
+def post_step(
+    original: Callable[..., None], self: Any, model_executed: bool
+) -> None:
     """EngineCore.post_step: do not ask a worker group for drafts, which would wait for
     the step in flight.
     """
@@ -48,7 +50,11 @@ def post_step(original: Callable[..., None], self: Any, model_executed: bool) ->
 
 
 def sleep(
-    original: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    level: int = 1,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """EngineCore.sleep: refuse a level that discards the heads, before anything is
     paused.

@@ -46,7 +46,9 @@ def add_cli_args(
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     """Carry those flags into speculative_config."""
     engine_args = original(cls, args)
-    engine_args.speculative_config = merge_flags(engine_args.speculative_config, args)
+    engine_args.speculative_config = merge_flags(
+        engine_args.speculative_config, args
+    )
     return engine_args
 
 
@@ -82,7 +84,11 @@ def create_engine_config(
 
 
 def maybe_override_with_speculators(
-    original: Callable[..., Any], model: Any, tokenizer: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    model: Any,
+    tokenizer: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
     given = kwargs.get("vllm_speculative_config")
@@ -123,7 +129,9 @@ def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
     return config is not None or bool(original(self))
 
 
-def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
+def unsupported_features(
+    original: Callable[..., list[str]], self: Any
+) -> list[str]:
     """Allow a proposer class on runner V2, which vLLM cannot start there; our runner
     makes the speculator itself.
     """
@@ -135,7 +143,9 @@ def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[
     )
 
 
-def disable_choice_by_batch_size(original: Callable[..., None], self: Any) -> None:
+def disable_choice_by_batch_size(
+    original: Callable[..., None], self: Any
+) -> None:
     """Keep the choice of the number of drafts with data parallelism: the ranks of a
     dense model are independent.
     """

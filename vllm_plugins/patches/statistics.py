@@ -24,7 +24,9 @@ def make_loggers(
     if config is not None:
         name = str(vllm_config.model_config.served_model_name)
         setattr(
-            self, PUBLISHED, Published(name, self.engine_indexes, config.stages > 1)
+            self,
+            PUBLISHED,
+            Published(name, self.engine_indexes, config.stages > 1),
         )
 
 

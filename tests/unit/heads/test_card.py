@@ -32,7 +32,10 @@ def test_card_of_heads_that_were_trained(folder: Path) -> None:
     (folder / "provenance.json").write_text(json.dumps(FACTS))
     write_card(folder, config)
     card = ModelCard.load(folder / NAME)
-    assert (card.data.license, card.data.base_model) == ("apache-2.0", "acme/target")
+    assert (card.data.license, card.data.base_model) == (
+        "apache-2.0",
+        "acme/target",
+    )
     served = "vllm serve acme/target --speculative-model"
     for part in (served, "4096", "5.5 before, 4.25 after", "Not calibrated"):
         assert part in card.text, part

@@ -42,7 +42,16 @@ def hub(
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("acme/x.1-y_z") == ("acme/x.1-y_z", None)
     assert hub_name("acme/x@refs/pr/3") == ("acme/x", "refs/pr/3")
-    for path in ("x", "./a/b", "/a/b", "a/b/c", "a/..", "a/b@", "a/b.gguf", "s3://a/b"):
+    for path in (
+        "x",
+        "./a/b",
+        "/a/b",
+        "a/b/c",
+        "a/..",
+        "a/b@",
+        "a/b.gguf",
+        "s3://a/b",
+    ):
         assert hub_name(path) is None, path
     (tmp_path / "acme" / "x").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -84,7 +93,11 @@ def test_damaged_weights_are_refused(
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "damaged")
     tensor("cp.gate", with_value(float("nan")))(folder)
     hub.add("acme/damaged", folder)
-    for name in ("model alone", SERVE, "inspect"):  # the server has fetched the weights
+    for name in (
+        "model alone",
+        SERVE,
+        "inspect",
+    ):  # the server has fetched the weights
         assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
     (folder / "model.safetensors").unlink()
     hub.add("acme/none", folder)
@@ -106,7 +119,9 @@ def test_revisions(
     served_as = served_heads(f"{NAME}@v2", None)
     assert served_as is not None
     assert (served_as[0], served_as[1]["model"]) == (str(tiny_model()), commit)
-    assert "Revision Not Found" in str(readers.refusal("model alone", f"{NAME}@v9"))
+    assert "Revision Not Found" in str(
+        readers.refusal("model alone", f"{NAME}@v9")
+    )
     with pytest.raises(OptionError, match="--revision is the target's"):
         served_heads(NAME, None, "v2")
 
@@ -130,9 +145,13 @@ def test_what_the_hub_refuses_is_one_line(
         assert refused in str(readers.refusal(name, "acme/nobody"))
 
 
-def test_tokens(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens(
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.private = {NAME}
-    assert "cannot be read from the Hub: 401" in str(readers.refusal("inspect", NAME))
+    assert "cannot be read from the Hub: 401" in str(
+        readers.refusal("inspect", NAME)
+    )
     config = readers.server(spec_model=NAME, hf_token=TOKEN)
     assert config is not None, "vLLM's --hf-token"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-2")
@@ -146,7 +165,9 @@ def test_heads_of_a_target_on_the_hub(
     hub.add("acme/target", tiny_model())
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30))
     heads = tmp_path / "heads"
-    words = f"train early --model acme/target --data {data} --out {heads} --steps 1"
+    words = (
+        f"train early --model acme/target --data {data} --out {heads} --steps 1"
+    )
     sizes = "--batch-size 1 --sequence-length 64 --precision float32"
     assert main([*words.split(), *sizes.split()]) == 0
     config = load_config(heads)

@@ -14,7 +14,15 @@ import heads_folders
 import pytest
 import torch
 from conftest import ROOT, Factory
-from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_value
+from refusals import (
+    SERVE,
+    Damage,
+    Readers,
+    config_text,
+    edited,
+    tensor,
+    with_value,
+)
 from vllm import EngineArgs
 
 from vllm_ppd.heads.files import write_text
@@ -64,9 +72,17 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("early", tensor("exit.4.transform", with_value(float("nan"))), NOT_FINITE),
     ("dynamo", tensor(UP, with_value(-float("inf"))), f"'{UP}' {NOT_FINITE}"),
     ("cp", GATE(torch.Tensor.long), "'cp.gate' is of int64, expected float32"),
-    ("cp", GATE(lambda gate: gate[:, :32]), r"shape \[2, 32\], expected \[2, 64\]"),
+    (
+        "cp",
+        GATE(lambda gate: gate[:, :32]),
+        r"shape \[2, 32\], expected \[2, 64\]",
+    ),
     ("cp", COUNTS(torch.Tensor.float), "is of float32, expected int32 or int64"),
-    ("cp", COUNTS(with_value(-1)), "counts in tensor 'token_counts' are negative"),
+    (
+        "cp",
+        COUNTS(with_value(-1)),
+        "counts in tensor 'token_counts' are negative",
+    ),
     (
         "dynamo",
         tensor("cooccurrence.2.keys", lambda keys: keys.flip(0)),
@@ -80,12 +96,28 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("cp", truncated, "is not whole safetensors"),
     ("cp", pickled, "is not whole safetensors"),
     ("cp", renamed, "has no model.safetensors; save the heads as safetensors"),
-    ("dynamo", edited("layer_tensors", value={}), "layer_tensors={}: .* at least 1"),
-    ("dynamo", edited("sampling", "k", value=True), "k=True: .*correct it, or write"),
+    (
+        "dynamo",
+        edited("layer_tensors", value={}),
+        "layer_tensors={}: .* at least 1",
+    ),
+    (
+        "dynamo",
+        edited("sampling", "k", value=True),
+        "k=True: .*correct it, or write",
+    ),
     ("cp", edited("rank", value=2.0), "rank=2.0: .*correct it"),
     ("cp", config_text(b""), "config.json .* is not valid JSON .*; write"),
-    ("cp", config_text(b"[]"), r"config.json .* holds \[\], not an object; write"),
-    ("cp", lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    (
+        "cp",
+        config_text(b"[]"),
+        r"config.json .* holds \[\], not an object; write",
+    ),
+    (
+        "cp",
+        lambda folder: (folder / "config.json").unlink(),
+        "has no config.json",
+    ),
     (
         "cp",
         edited("speculators_model_type", value="c\n\x1b[1mp"),
@@ -133,7 +165,9 @@ def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     assert (config.method, config.num_speculative_tokens) == ("paradecode", 1)
     assert config.exit_layer == 4
     asked = {"method": "cp"}
-    with pytest.raises(OptionError, match="method='cp' does not support early heads"):
+    with pytest.raises(
+        OptionError, match="method='cp' does not support early heads"
+    ):
         EngineArgs(model=folder, speculative_config=asked).create_engine_config()
 
 
@@ -155,7 +189,9 @@ def test_vllms_own_methods_are_left_to_it(tmp_path: Path) -> None:
             assert not is_ours(config), config
 
 
-def test_written_files_follow_the_umask(tiny_model: Factory, tmp_path: Path) -> None:
+def test_written_files_follow_the_umask(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
     """safetensors alone would let only the owner read them."""
     before = os.umask(0o022)
     try:

@@ -39,7 +39,10 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_fifth_kind_is_a_folder_and_a_line(
-    shift: None, tiny_model: Factory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shift: None,
+    tiny_model: Factory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30))
     heads = tmp_path / "trained"

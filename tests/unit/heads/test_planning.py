@@ -23,7 +23,11 @@ TIMING = {"lm_head_share": SHARE, "transform_in_layers": TRANSFORM}
 def counts(accepted: float, drafts: int) -> list[dict[str, float]]:
     """Counts with 1, 2, ... drafts, each accepted with a probability if those before it were."""
     return [
-        {"cycles": 1, "drafted": n, "length": sum(accepted**i for i in range(n + 1))}
+        {
+            "cycles": 1,
+            "drafted": n,
+            "length": sum(accepted**i for i in range(n + 1)),
+        }
         for n in range(1, drafts + 1)
     ]
 
@@ -58,7 +62,9 @@ def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> Non
     assert (serve if speedup > 1 else "gain nothing") in said
 
 
-@pytest.mark.parametrize(("accepted_short", "expected"), [(0.69, 32), (0.4, None)])
+@pytest.mark.parametrize(
+    ("accepted_short", "expected"), [(0.69, 32), (0.4, None)]
+)
 def test_a_draft_vocabulary_is_chosen_where_it_pays(
     accepted_short: float, expected: int | None
 ) -> None:
@@ -93,7 +99,13 @@ def test_theorem_4_1_by_the_runs_of_its_proof(
     rounds = 20_000
     hits = np.random.default_rng(0).binomial(tokens - 1, rate, rounds)
     latency = split * tokens + (LAYERS - split) * (tokens - hits.mean())
-    expected = theorem_4_1(LAYERS, split, candidates, rate, tokens)
+    expected = theorem_4_1(
+        LAYERS,
+        split,
+        candidates,
+        rate,
+        tokens,
+    )
     assert expected.latency == pytest.approx(latency / tokens, rel=0.01)
     further = candidates * (LAYERS - split)
     assert expected.compute == pytest.approx(expected.latency + further)
@@ -101,4 +113,10 @@ def test_theorem_4_1_by_the_runs_of_its_proof(
 
 def test_theorem_4_1_in_the_papers_figure() -> None:
     """Figure 2: a run of three tokens, each matched, takes d + 2 d_bar."""
-    assert 3 * theorem_4_1(12, 8, 3, 1.0, 3).latency == pytest.approx(12 + 2 * 8)
+    assert 3 * theorem_4_1(
+        12,
+        8,
+        3,
+        1.0,
+        3,
+    ).latency == pytest.approx(12 + 2 * 8)

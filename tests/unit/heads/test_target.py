@@ -36,7 +36,10 @@ DEMO = ROOT / "benchmarks" / "demo"
 
 
 def test_targets_travel_with_a_checkout(
-    tiny_model: Factory, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A relative path is looked for from the heads' folder upwards, from wherever it is asked."""
     checkout = tmp_path / "checkout"
@@ -96,7 +99,15 @@ def test_heads_of_this_target_or_of_one_not_here_are_taken(
     folder = heads_folder()
     target = AutoConfig.from_pretrained(tiny_model())
     for known in (fingerprint(tiny_model()), TargetFingerprint()):
-        assert check_target(load_config(folder), folder, target, known) is None
+        assert (
+            check_target(
+                load_config(folder),
+                folder,
+                target,
+                known,
+            )
+            is None
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +127,16 @@ def test_other_target_is_refused(
     config = load_config(folder)
     target = AutoConfig.from_pretrained(tiny_model(), **changes)
     known = config.fingerprint.model_copy(update=changes)
-    with pytest.raises(HeadsError, match=f"{message}.*; use the heads of this model"):
-        check_target(config, folder, target, known, strict=True)
+    with pytest.raises(
+        HeadsError, match=f"{message}.*; use the heads of this model"
+    ):
+        check_target(
+            config,
+            folder,
+            target,
+            known,
+            strict=True,
+        )
 
 
 def test_fine_tunes_are_warned_about(
@@ -130,14 +149,20 @@ def test_fine_tunes_are_warned_about(
     tensors = load_file(other / "model.safetensors")
     tensors["lm_head.weight"][0] += 0.01
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    heads = str(heads_folders.make_heads(tmp_path / "heads", "dynamo", tiny_model()))
+    heads = str(
+        heads_folders.make_heads(tmp_path / "heads", "dynamo", tiny_model())
+    )
 
     def serve(**options: Any) -> None:
         asked = {"model": heads, **options}
-        args = EngineArgs(model=str(other), dtype="float32", speculative_config=asked)
+        args = EngineArgs(
+            model=str(other), dtype="float32", speculative_config=asked
+        )
         args.create_engine_config()
 
-    differs = "its lm_head has other values (a fine-tune, or a copy in another dtype)"
+    differs = (
+        "its lm_head has other values (a fine-tune, or a copy in another dtype)"
+    )
     with our_log() as said:
         serve()
     (line,) = said
@@ -155,7 +180,9 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
     """Names and shapes are what heads were trained with; another family's layers are refused."""
     configs = {}
     for family in ("llama", "qwen3", "qwen3_moe", "gpt_neox"):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model
+        model = AutoModelForCausalLM.from_pretrained(
+            tiny_model(family)
+        ).base_model
         layer = model.layers[-1].state_dict()
         configs[family] = model.config
         assert decoder_layer(model.config) == {
@@ -163,10 +190,20 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
         }
     heads = heads_folders.config_of("dynamo", tiny_model())
     known = TargetFingerprint()
-    check_target(heads, tmp_path, configs["llama"], known)
+    check_target(
+        heads,
+        tmp_path,
+        configs["llama"],
+        known,
+    )
     message = r"'self_attn\.k_norm\.weight' has shape none there, but \[\d+\]"
     with pytest.raises(HeadsError, match=message):
-        check_target(heads, tmp_path, configs["qwen3"], known)
+        check_target(
+            heads,
+            tmp_path,
+            configs["qwen3"],
+            known,
+        )
 
 
 def test_the_lm_head_is_told_by_values_shape_and_dtype(tmp_path: Path) -> None:

@@ -20,7 +20,12 @@ from vllm_ppd.kernels.sampling import Sampling
 
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[3e4, -3e4, 0.0, 1.0], [-3e4, 3e4, 2.0, 0.0]])
-    logits = logits.expand(2, 3, 2, 4)
+    logits = logits.expand(
+        2,
+        3,
+        2,
+        4,
+    )
     weights = torch.tensor([[0.0, -1e4], [-1e4, 0.0]], requires_grad=True)
     joint = conditional_log_probs(weights, logits.log_softmax(-1))
     loss = balance_loss(weights)
@@ -28,7 +33,12 @@ def test_extreme_logits_stay_finite() -> None:
     assert weights.grad is not None
     assert all(x.isfinite().all() for x in (joint, loss, weights.grad))
     sampling = Sampling.random(torch.tensor([0.0, 1.0]))
-    tokens, _ = draft_chain(weights, logits, torch.tensor([1, 1]), sampling)
+    tokens, _ = draft_chain(
+        weights,
+        logits,
+        torch.tensor([1, 1]),
+        sampling,
+    )
     assert tokens.tolist() == [[1, 1], [1, 1]]  # expert 1 alone explains token 1
 
 
@@ -40,7 +50,12 @@ def test_tokens_that_all_experts_rule_out() -> None:
     ruled_out = torch.full((1, 2), -math.inf)
     torch.testing.assert_close(posterior(weights, ruled_out), weights)
     rows = 20
-    logits = torch.zeros(rows, 3, 2, 4)
+    logits = torch.zeros(
+        rows,
+        3,
+        2,
+        4,
+    )
     logits[..., 3] = -math.inf
     torch.manual_seed(0)
     tokens, after = draft_chain(
@@ -63,13 +78,17 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("valid", [None, torch.arange(20) % 3 > 0])
-def test_balance_loss_is_that_of_the_hard_counts(valid: torch.Tensor | None) -> None:
+def test_balance_loss_is_that_of_the_hard_counts(
+    valid: torch.Tensor | None,
+) -> None:
     torch.manual_seed(3)
     log_weights = torch.randn(20, 4, dtype=torch.float64).log_softmax(-1)
     counted = log_weights if valid is None else log_weights[valid]
     counts = counted.argmax(dim=1).bincount(minlength=4).double()
     expected = (counts / len(counted) - 1 / 4).square().sum().item()
-    assert balance_loss(log_weights, valid).item() == pytest.approx(expected, rel=1e-12)
+    assert balance_loss(log_weights, valid).item() == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 def test_balance_loss_lowers_the_dominant_expert() -> None:
@@ -85,7 +104,9 @@ def test_balance_loss_lowers_the_dominant_expert() -> None:
 
 
 def test_balance_loss_vanishes_where_there_is_no_imbalance() -> None:
-    balanced = (2 * torch.eye(3, dtype=torch.float64).repeat(4, 1)).log_softmax(-1)
+    balanced = (2 * torch.eye(3, dtype=torch.float64).repeat(4, 1)).log_softmax(
+        -1
+    )
     balanced.requires_grad_()
     assert balance_loss(balanced).item() == pytest.approx(0.0, abs=1e-24)
     assert balance_loss(torch.zeros(5, 1)).item() == 0.0

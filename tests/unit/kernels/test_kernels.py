@@ -41,7 +41,14 @@ def sharded(
         valid = shard.shape[1]
         # Padding holds what a real LM head's padding may hold: anything.
         padded = torch.nn.functional.pad(shard, (0, width - valid), value=1e4)
-        parts.append(shard_topk(padded, k, start, valid))
+        parts.append(
+            shard_topk(
+                padded,
+                k,
+                start,
+                valid,
+            )
+        )
     stacked = [torch.stack(part, dim=1) for part in zip(*parts, strict=True)]
     return merge_topk(*stacked, k)
 
@@ -80,20 +87,44 @@ HEAD_DIM = 64
 
 
 def write_kv(
-    cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> None:
     """As vLLM's CPU attention writes keys and values [tokens, heads, head size]."""
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     isa = _get_attn_isa(cache.dtype, SIZE, HEAD_DIM)
-    parts = cache.view(len(cache), HEADS, 2 * SIZE, HEAD_DIM).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, *parts, slots, isa)
+    parts = cache.view(
+        len(cache),
+        HEADS,
+        2 * SIZE,
+        HEAD_DIM,
+    ).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        key,
+        value,
+        *parts,
+        slots,
+        isa,
+    )
 
 
 def write_numbers(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
-    key, value = numbers.to(cache.dtype).view(2, 1, HEADS, HEAD_DIM)
-    write_kv(cache, torch.tensor([slot]), key, value)
+    key, value = numbers.to(cache.dtype).view(
+        2,
+        1,
+        HEADS,
+        HEAD_DIM,
+    )
+    write_kv(
+        cache,
+        torch.tensor([slot]),
+        key,
+        value,
+    )
 
 
 # The last as on a processor with AMX, which keeps keys in an order of its own.
@@ -109,23 +140,55 @@ def test_copies_are_what_vllm_would_have_written(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     torch.manual_seed(0)
     slots = torch.arange(3 * SIZE)
-    key, value = torch.randn(2, 3 * SIZE, HEADS, HEAD_DIM).to(dtype)
-    layers = torch.zeros(3, 3, HEADS, SIZE, 2 * HEAD_DIM, dtype=dtype)
+    key, value = torch.randn(
+        2,
+        3 * SIZE,
+        HEADS,
+        HEAD_DIM,
+    ).to(dtype)
+    layers = torch.zeros(
+        3,
+        3,
+        HEADS,
+        SIZE,
+        2 * HEAD_DIM,
+        dtype=dtype,
+    )
     expected, *copied = layers
     for layer in copied:
-        write_kv(layer, slots, key, value)
+        write_kv(
+            layer,
+            slots,
+            key,
+            value,
+        )
     copy_blocks(copied, torch.tensor([2]), torch.tensor([0]))
     source = torch.tensor([5, SIZE])
     target = torch.tensor([2 * SIZE + 31, SIZE + 8])
-    copy_entries(copied, source, target, entry_places(write_numbers, expected))
+    copy_entries(
+        copied,
+        source,
+        target,
+        entry_places(write_numbers, expected),
+    )
     for tensor in (key, value):
         tensor[:SIZE] = tensor[2 * SIZE :]
         tensor[target] = tensor[source]
-    write_kv(expected, slots, key, value)
+    write_kv(
+        expected,
+        slots,
+        key,
+        value,
+    )
     assert all(torch.equal(layer, expected) for layer in copied)
 
 
 def test_entries_that_share_numbers_are_refused() -> None:
-    cache = torch.zeros(1, 1, 4, 8)
+    cache = torch.zeros(
+        1,
+        1,
+        4,
+        8,
+    )
     with pytest.raises(ValueError, match="do not divide a block of 32 numbers"):
         entry_places(lambda cache, slot, numbers: cache.fill_(1), cache)

@@ -31,16 +31,21 @@ def test_kernels() -> None:
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the cases above compile and run the kernels here"
+    torch.cuda.is_available(),
+    reason="the cases above compile and run the kernels here",
 )
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    environment = dict(
+        os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0"
+    )
     command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "90"]
     result = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    source = "".join((ROOT / f"kernels/{name}.py").read_text() for name in MODULES)
+    source = "".join(
+        (ROOT / f"kernels/{name}.py").read_text() for name in MODULES
+    )
     launched = set(re.findall(r"(\w+)\[\(", source))
     assert launched and set(result.stdout.split()) == launched
 

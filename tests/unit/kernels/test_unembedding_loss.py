@@ -10,7 +10,10 @@ from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
 
 
 def assert_same(
-    ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, direct: torch.Tensor
+    ours: torch.Tensor,
+    plain: torch.Tensor,
+    actual: torch.Tensor,
+    direct: torch.Tensor,
 ) -> None:
     """Losses, and the gradients of a weighted sum of them in the states."""
     torch.testing.assert_close(actual, direct)
@@ -32,7 +35,9 @@ def test_losses_equal_plain_autograd(
     shift = torch.randn(50) if bias else None
 
     def log_probs(states: torch.Tensor) -> torch.Tensor:
-        return functional.log_softmax(functional.linear(states, matrix, shift), -1)
+        return functional.log_softmax(
+            functional.linear(states, matrix, shift), -1
+        )
 
     def twice(*shape: int) -> list[torch.Tensor]:
         states = torch.randn(*shape)
@@ -40,12 +45,34 @@ def test_losses_equal_plain_autograd(
 
     for tokens in (torch.randint(50, (10,)), torch.randint(50, (10, 4))):
         ours, plain = twice(10, 8)
-        direct = log_probs(plain).gather(1, tokens.view(10, -1)).view(tokens.shape)
-        assert_same(ours, plain, token_log_probs(ours, tokens, matrix, shift), direct)
+        direct = (
+            log_probs(plain).gather(1, tokens.view(10, -1)).view(tokens.shape)
+        )
+        assert_same(
+            ours,
+            plain,
+            token_log_probs(
+                ours,
+                tokens,
+                matrix,
+                shift,
+            ),
+            direct,
+        )
 
     (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
     log_p = log_probs(teacher)
     log_q = log_probs(plain)
-    actual, match = kl_to_teacher(ours, teacher, matrix, shift)
+    actual, match = kl_to_teacher(
+        ours,
+        teacher,
+        matrix,
+        shift,
+    )
     assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
-    assert_same(ours, plain, actual, (log_p.exp() * (log_p - log_q)).sum(-1))
+    assert_same(
+        ours,
+        plain,
+        actual,
+        (log_p.exp() * (log_p - log_q)).sum(-1),
+    )

@@ -59,7 +59,9 @@ def test_values_of_flags() -> None:
         betas=(0.8, 0.9),
         train_on_prompts=True,
     )
-    made = parsed("early", """--data a,b.jsonl 'x={"y": [1, 2]}' --model m --out o""")
+    made = parsed(
+        "early", """--data a,b.jsonl 'x={"y": [1, 2]}' --model m --out o"""
+    )
     assert made.data == ("a,b.jsonl", 'x={"y": [1, 2]}')
     assert type(made) is KINDS["early"].options
 
@@ -68,7 +70,9 @@ def test_a_yaml_file_gives_options_and_flags_take_precedence(
     tmp_path: Path, capsys: Any
 ) -> None:
     file = tmp_path / "train.yaml"
-    file.write_text("model: m\ndata: [a, b]\nout: o\nsteps: 5\nexit-layers: [1, 2]")
+    file.write_text(
+        "model: m\ndata: [a, b]\nout: o\nsteps: 5\nexit-layers: [1, 2]"
+    )
     made = parsed("early", f"--config {file} --steps 7")
     assert (made.data, made.steps, made.exit_layers) == (("a", "b"), 7, (1, 2))
     for content, message in (
@@ -93,11 +97,20 @@ def refused(words: str, message: str, capsys: Any) -> None:
         ("trian", "unknown command 'trian'; give one of fit, data, train"),
         ("train eagle", "unknown command 'eagle'; give one of "),
         ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
-        ("fit m --out o --minutes x", "--minutes='x': Input should be a valid number"),
+        (
+            "fit m --out o --minutes x",
+            "--minutes='x': Input should be a valid number",
+        ),
         ("fit m", "--out: Field required"),
         ("fit --out o", "the following arguments are required: MODEL"),
-        (f"train cp {GIVEN} --precision int4", "--precision='int4': Input should be"),
-        (f"train cp {GIVEN} --rank 0", "--rank='0': Input should be greater than"),
+        (
+            f"train cp {GIVEN} --precision int4",
+            "--precision='int4': Input should be",
+        ),
+        (
+            f"train cp {GIVEN} --rank 0",
+            "--rank='0': Input should be greater than",
+        ),
         ("bench decode --model m --data d --temperatures 0,-1", "--temperatures"),
         ("bench decode --model m --data d --engine [1]", "a valid dictionary"),
     ],
@@ -106,7 +119,9 @@ def test_errors_are_one_line(words: str, message: str, capsys: Any) -> None:
     refused(words, message, capsys)
 
 
-def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> None:
+def test_inspect_says_whether_heads_load(
+    tiny_model: Factory, capsys: Any
+) -> None:
     folder = str(DEMO.parent / "heads" / "early")
     other = tiny_model("qwen2")
     assert main(["inspect", folder]) == 0
@@ -116,7 +131,9 @@ def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> No
     assert not re.search(r"[{}\[\]]|\b(null|None|True)\b", text)
     refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
-    refused(f"inspect {folder} --target {folder}/..", "has no config.json", capsys)
+    refused(
+        f"inspect {folder} --target {folder}/..", "has no config.json", capsys
+    )
     refused("inspect /nowhere", "/nowhere", capsys)
     assert main(["inspect", folder, "--target", "/nowhere"]) == 0
     assert "will load: not known: " in capsys.readouterr().out
@@ -133,7 +150,9 @@ def test_what_cannot_be_written_is_named(
     """In one line, before any work is done: a path below a file, and a folder that is read-only."""
     (tmp_path / "file").write_text("")
     data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "some text, which is long enough for a window"}\n' * 20)
+    data.write_text(
+        '{"text": "some text, which is long enough for a window"}\n' * 20
+    )
     model = tiny_model()
     out = tmp_path / "file" / "out.jsonl"
     heads = DEMO.parent / "heads" / "early"
@@ -150,7 +169,12 @@ def test_what_cannot_be_written_is_named(
         def read_only(path: Any, flags: int, *more: Any, **named: Any) -> int:
             if flags & os.O_CREAT:
                 raise OSError(errno.EROFS, "Read-only file system", path)
-            return opened(path, flags, *more, **named)
+            return opened(
+                path,
+                flags,
+                *more,
+                **named,
+            )
 
         monkeypatch.setattr(os, "open", read_only)
     else:

@@ -84,7 +84,10 @@ def test_deployment_serves_as_vllm_is_served() -> None:
     (port,) = container["ports"]
     assert port["containerPort"] == args.port
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/health", "port": port["name"]}
+        assert container[probe]["httpGet"] == {
+            "path": "/health",
+            "port": port["name"],
+        }
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     labels = pod["metadata"]["labels"]

@@ -37,7 +37,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])]
+    "fake",
+    [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])],
 )
 def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     tmp_path: Path, tiny_model: Factory, fake: bool
@@ -45,7 +46,14 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     out = tmp_path / "heads"
     log = tmp_path / "log"
     model = str(tiny_model()) if fake else str(DEMO)
-    words = ["fit", model, "--out", str(out), "--minutes", "0.01"]
+    words = [
+        "fit",
+        model,
+        "--out",
+        str(out),
+        "--minutes",
+        "0.01",
+    ]
     program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
     environment = {
         name: v for name, v in os.environ.items() if not name.startswith("VLLM_")

@@ -49,7 +49,9 @@ SCENARIOS: dict[str, Callable[[], Iterable[Load]]] = {
     "ramp": lambda: (Load(1 + MAX_REQUESTS * i // STEPS) for i in range(STEPS)),
     "fall": lambda: (Load(MAX_REQUESTS - 500 * i // STEPS) for i in range(STEPS)),
     "bursts": lambda: (Load(256 if i // 150 % 2 else 2) for i in range(STEPS)),
-    "prompts": lambda: (Load(64, prompt=2048 * (i % 5 == 0)) for i in range(STEPS)),
+    "prompts": lambda: (
+        Load(64, prompt=2048 * (i % 5 == 0)) for i in range(STEPS)
+    ),
     "long prompts": lambda: long_prompts(64, 2048),
     "long prompts, many requests": lambda: long_prompts(256, 7000),
     "contexts to 32K": lambda: (
@@ -71,10 +73,23 @@ def served(
     engine = ENGINES[name]
     counts = [0, K] if small is None else [0, small, K]
     accepts = probability(length, K)
-    table = table_of(engine, counts, MAX_REQUESTS, random.Random(1))
-    result = run(engine, DraftPolicy(table, 1), loads, lambda _: accepts, skip=skip)
+    table = table_of(
+        engine,
+        counts,
+        MAX_REQUESTS,
+        random.Random(1),
+    )
+    result = run(
+        engine, DraftPolicy(table, 1), loads, lambda _: accepts, skip=skip
+    )
     fixed = [
-        run(engine, Fixed(count), loads, lambda _: accepts, skip=skip).gain
+        run(
+            engine,
+            Fixed(count),
+            loads,
+            lambda _: accepts,
+            skip=skip,
+        ).gain
         for count in counts
     ]
     return result, max(fixed)
@@ -83,10 +98,17 @@ def served(
 @pytest.mark.parametrize("small", full_but({None}, (None, 1)))
 @pytest.mark.parametrize("length", full_but({1.3, 2.2}, LENGTHS))
 @pytest.mark.parametrize("name", ENGINES)
-def test_never_slower_at_any_load(name: str, length: float, small: int | None) -> None:
+def test_never_slower_at_any_load(
+    name: str, length: float, small: int | None
+) -> None:
     shares = []
     for requests in LOADS:
-        result, best = served(name, [Load(requests)] * 1000, length, small)
+        result, best = served(
+            name,
+            [Load(requests)] * 1000,
+            length,
+            small,
+        )
         assert result.gain >= 0.98, requests
         shares.append(result.gain / best)
     assert sum(shares) / len(shares) >= 0.97
@@ -100,24 +122,44 @@ def test_never_slower_while_the_load_changes(
     name: str, scenario: str, length: float, small: int | None
 ) -> None:
     loads = list(SCENARIOS[scenario]())
-    result, best = served(name, loads, length, small)
+    result, best = served(
+        name,
+        loads,
+        length,
+        small,
+    )
     assert result.gain >= 0.98
     assert result.gain >= 0.97 * best
 
 
 def test_drafts_that_never_pay_cost_nothing_in_the_long_run() -> None:
     loads = [Load(64)] * 12000
-    result, _ = served("70B", loads, 1.1, skip=4000)
+    result, _ = served(
+        "70B",
+        loads,
+        1.1,
+        skip=4000,
+    )
     assert result.gain >= 0.997
 
 
 def test_drafts_come_back_where_the_text_changes() -> None:
     engine = ENGINES["70B"]
-    policy = DraftPolicy(table_of(engine, [0, K], 16, None), 1)
+    policy = DraftPolicy(
+        table_of(
+            engine,
+            [0, K],
+            16,
+            None,
+        ),
+        1,
+    )
     poor = probability(1.02, K)
     good = probability(2.5, K)
     loads = [Load(16)] * 12000
-    result = run(engine, policy, loads, lambda step: poor if step < 2000 else good)
+    result = run(
+        engine, policy, loads, lambda step: poor if step < 2000 else good
+    )
     assert not any(result.drafts[1900:2000])
     assert result.drafts[-500:].count(K) > 490
 
@@ -129,7 +171,12 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
     for requests, seconds, drafts in ((128, [1.0, 1.0], 0), (16, [1.0, 1.7], K)):
         table = CostTable(sizes=[1], counts=[0, K], seconds=[seconds])
         policy = DraftPolicy(StepCosts(table), 1)
-        result = run(engine, policy, [Load(requests)] * 1500, lambda _: accepts)
+        result = run(
+            engine,
+            policy,
+            [Load(requests)] * 1500,
+            lambda _: accepts,
+        )
         assert result.drafts[-500:].count(drafts) > 450
 
 
@@ -139,9 +186,24 @@ def test_by_the_table_alone_no_clock_is_read() -> None:
     accepts = probability(1.6, K)
     chosen = []
     for noise in (0.0, 0.5):
-        policy = DraftPolicy(table_of(engine, [0, K], 128, None), 1, clock=False)
+        policy = DraftPolicy(
+            table_of(
+                engine,
+                [0, K],
+                128,
+                None,
+            ),
+            1,
+            clock=False,
+        )
         loads = [Load(64 if step < 500 else 100) for step in range(1000)]
-        result = run(engine, policy, loads, lambda _: accepts, noise=noise)
+        result = run(
+            engine,
+            policy,
+            loads,
+            lambda _: accepts,
+            noise=noise,
+        )
         chosen.append(result.drafts)
     assert set(chosen[0]) == {0, K}
 
@@ -150,12 +212,44 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
     table = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.5]])
     policy = DraftPolicy(StepCosts(table), 2)
     for _ in range(50):
-        policy.observe(Step(4, 0, K, K), None, ["a", "b"], [0, 1], [3, 3])
-    assert policy.choose(2, 0, ["a", "b"], [0, 1]) == K
+        policy.observe(
+            Step(
+                4,
+                0,
+                K,
+                K,
+            ),
+            None,
+            ["a", "b"],
+            [0, 1],
+            [3, 3],
+        )
+    assert (
+        policy.choose(
+            2,
+            0,
+            ["a", "b"],
+            [0, 1],
+        )
+        == K
+    )
     for _ in range(64):
-        drafts = policy.choose(40, 0, ["a"], [0])
+        drafts = policy.choose(
+            40,
+            0,
+            ["a"],
+            [0],
+        )
     assert drafts == 0
-    assert policy.choose(40, 0, [], []) == 0
+    assert (
+        policy.choose(
+            40,
+            0,
+            [],
+            [],
+        )
+        == 0
+    )
 
 
 def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:

@@ -94,7 +94,9 @@ class DeferredKV:
         self.counters = counters
         device = saved.hidden.device
         # The state index of each of the step's tokens
-        self.state_rows = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        self.state_rows = torch.zeros(
+            max_tokens, dtype=torch.int64, device=device
+        )
         # Of a mixed step: its batch, the requests without states, and the indices of
         # their tokens in the step
         self._fresh: tuple[Any, np.ndarray, torch.Tensor] | None = None
@@ -119,7 +121,9 @@ class DeferredKV:
             self.mode = "mixed"
         else:
             self.mode = "full"
-        self.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
+        self.counters.add(
+            "fallback_steps" if self.mode == "full" else "deferred_steps"
+        )
         if self.mode == "full":
             return
         starts = np.cumsum(tokens) - tokens
@@ -156,7 +160,11 @@ class DeferredKV:
         state = self.saved.load(self.state_rows[: positions.shape[-1]])
         if self._fresh is not None:
             index = self._fresh[-1]
-            write(state, index, passes.of_requests(*self._fresh, input_ids, positions))
+            write(
+                state,
+                index,
+                passes.of_requests(*self._fresh, input_ids, positions),
+            )
         return state
 
 

@@ -56,7 +56,9 @@ class EarlyExitDrafter(Drafter):
             token_ids = reading.token_ids
             if step.looked_up is not None:
                 matched, looked_up_ids = step.looked_up
-                token_ids = torch.where(matched, looked_up_ids[:, offset], token_ids)
+                token_ids = torch.where(
+                    matched, looked_up_ids[:, offset], token_ids
+                )
         # For the last draft's state, from which the deep pass starts
         self.cut.run(step.num_drafts, token_ids)
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)

@@ -41,7 +41,9 @@ class FirstStackPasses:
         self.starts = self.starts_cpu.to(self.device)
         self.prefilling = torch.zeros(requests, dtype=torch.bool)
         # Fixed inputs of a pass over one token per request, [requests], in vLLM's types
-        self.positions = torch.zeros(requests, dtype=torch.int64, device=self.device)
+        self.positions = torch.zeros(
+            requests, dtype=torch.int64, device=self.device
+        )
         self.input_ids = self.positions.int()
         self.seq_lens = self.positions.int()
         passes = speculator.num_speculative_steps + 1
@@ -148,7 +150,11 @@ class FirstStackPasses:
         bounds = self.bounds
         if bounds is not None:
             # Built once for all passes.
-            reach = self.speculator.num_speculative_steps if self.capturable else offset
+            reach = (
+                self.speculator.num_speculative_steps
+                if self.capturable
+                else offset
+            )
             bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
         tables = self.speculator.block_tables.input_block_tables
         self.metadata = self._metadata(
@@ -165,14 +171,18 @@ class FirstStackPasses:
             is_prefilling=self.prefilling[:requests],
         )
 
-    def _metadata(self, bounds: torch.Tensor | None, **batch: Any) -> dict[str, Any]:
+    def _metadata(
+        self, bounds: torch.Tensor | None, **batch: Any
+    ) -> dict[str, Any]:
         """Metadata of the first stack's layers; inside a CUDA graph they are computed
         again at every replay.
 
         So vLLM's metadata for capture are never used: some backends (Triton's) set the
         sequence lengths to 1 there, and every replay would do so.
         """
-        longest = self.max_model_len if bounds is None else int(bounds.numpy().max())
+        longest = (
+            self.max_model_len if bounds is None else int(bounds.numpy().max())
+        )
         return build_attn_metadata(
             attn_groups=self.speculator.attn_groups,
             kv_cache_config=self.speculator.kv_cache_config,
@@ -218,13 +228,16 @@ class FirstStackPasses:
             max_query_len=int(lengths.max()),
             seq_lens=batch.seq_lens.index_select(0, places),
             block_tables=[
-                table.index_select(0, places) for table in tables.input_block_tables
+                table.index_select(0, places)
+                for table in tables.input_block_tables
             ],
             slot_mappings=mappings,
             positions=token_positions,
             is_prefilling=torch.from_numpy(batch.is_prefilling_np[requests]),
         )
-        slots = build_slot_mappings_by_layer(mappings, self.speculator.kv_cache_config)
+        slots = build_slot_mappings_by_layer(
+            mappings, self.speculator.kv_cache_config
+        )
         with set_forward_context(
             metadata,
             self.vllm_config,

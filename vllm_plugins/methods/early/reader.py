@@ -98,13 +98,17 @@ class EarlyReader:
             confidence = (best - torch.logsumexp(logits.float(), dim=-1)).exp()
         return Reading(chosen(draw_rows, logits)(logits, sampling), confidence)
 
-    def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
+    def candidates(
+        self, exit_layer: int, state: CutState, k: int
+    ) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
         the state.
         """
         return self._best(exit_layer, state, k, False)[0].clamp(min=0)
 
-    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
+    def _logits(
+        self, exit_layer: int, state: CutState, gather: bool
+    ) -> torch.Tensor:
         """The exit's logits: [rows, vocabulary], or this rank's shard of them."""
         with kernels_first():
             hidden = self.adapter.norm(*state)

@@ -14,7 +14,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import (
 )
 
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
-from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
+    DeferredKV,
+    SavedStates,
+)
 from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyExitDrafter
 from vllm_ppd.vllm_plugins.methods.early.passes import FirstStackPasses, on_device
 
@@ -58,7 +61,9 @@ class DeferredKVSpeculator(Speculator):
         cut.deferred = self.deferred
         cut.passes = self.passes
 
-    def set_attn(self, model_state: Any, kv_cache_config: Any, *args: Any) -> None:
+    def set_attn(
+        self, model_state: Any, kv_cache_config: Any, *args: Any
+    ) -> None:
         """Set metadata builders for the first stack's layers: the target's own, and its
         KV cache.
         """
@@ -147,7 +152,9 @@ class DeferredKVSpeculator(Speculator):
     def end_step(self) -> None:
         self.deferred.end_step()
 
-    def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def propose(
+        self, input_batch: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         batch = input_batch
         self.passes.begin_drafting(
             batch.seq_lens_cpu_upper_bound,
@@ -155,7 +162,9 @@ class DeferredKVSpeculator(Speculator):
         )
         drafts = super().propose(batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            ends = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            ends = (
+                batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+            )
             drafted = ends >= batch.prefill_len_np
             self.deferred.drafted[batch.idx_mapping_np] = drafted
         return drafts

@@ -48,7 +48,9 @@ class Candidates:
         requests: the most requests of a group at once.
     """
 
-    def __init__(self, runner: Any, cut: ModelCut, count: int, requests: int) -> None:
+    def __init__(
+        self, runner: Any, cut: ModelCut, count: int, requests: int
+    ) -> None:
         self.runner = runner
         self.cut = cut
         self.count = count
@@ -63,7 +65,11 @@ class Candidates:
 
     def reserve(self, kv_cache_config: Any) -> None:
         """Allocate the tail blocks."""
-        shape = self.requests, self.count - 1, len(kv_cache_config.kv_cache_groups)
+        shape = (
+            self.requests,
+            self.count - 1,
+            len(kv_cache_config.kv_cache_groups),
+        )
         added = added_blocks(kv_cache_config, int(np.prod(shape)))
         self.tails = added.astype(np.int32).reshape(shape)
 
@@ -112,7 +118,9 @@ class Candidates:
         stale = changed & (offsets > 0)
         self.copied[rows] = held
         first = np.zeros(stale.sum(), dtype=np.int64)
-        self._copy(rows[stale], requests[stale], positions[stale], first, whole=True)
+        self._copy(
+            rows[stale], requests[stale], positions[stale], first, whole=True
+        )
 
     def choose(
         self,
@@ -183,7 +191,9 @@ class Candidates:
             layer = self._layer(name)
             dtype = self.runner.model_config.dtype
 
-            def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
+            def write(
+                cache: torch.Tensor, slot: int, numbers: torch.Tensor
+            ) -> None:
                 numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
                 key, value = numbers.unbind(1)
                 layer.impl.do_kv_cache_update(

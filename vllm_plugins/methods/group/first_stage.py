@@ -63,7 +63,8 @@ class FirstStage(Stage):
         self.take(model, exits, (0, self.split))
         self._load_reader()
         self.requests = min(
-            config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs
+            config.disable_by_batch_size or 1,
+            vllm_config.scheduler_config.max_num_seqs,
         )
         # By request row, the state after layer d_bar of the token that the last stage
         # takes next.
@@ -260,7 +261,9 @@ class FirstStage(Stage):
         k = self.candidates.count
         if not len(speculating) and not len(missed):
             return None, np.zeros((0, k), dtype=np.int64)
-        token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
+        token_ids = torch.zeros(
+            0, k, dtype=torch.int64, device=self.runner.device
+        )
         if len(speculating):
             state = self._states_of(speculating)
             token_ids = self.reader.candidates(self.split, state, k)

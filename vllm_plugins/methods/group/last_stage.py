@@ -35,7 +35,9 @@ class LastStage(Stage):
         )
 
     @torch.inference_mode()
-    def run_micro_steps(self, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_micro_steps(
+        self, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the micro-steps after a group step's first tokens.
 
         Args:

@@ -57,14 +57,18 @@ class StagePasses:
         """
         return self._run(-1, tokens, *state)
 
-    def _run(self, level: int, tokens: Tokens, *inputs: torch.Tensor | None) -> Any:
+    def _run(
+        self, level: int, tokens: Tokens, *inputs: torch.Tensor | None
+    ) -> Any:
         runner = self.runner
         count = len(tokens.rows)
         graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
         positions = async_tensor_h2d(tokens.positions, device=runner.device)
         tables, slots = self._blocks(tokens, positions, graph.num_tokens)
         metadata = self._metadata(tokens, positions, tables, slots)
-        arguments = (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+        arguments = (
+            (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+        )
         if graph.cg_mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
             buffers = runner.input_buffers
@@ -82,7 +86,9 @@ class StagePasses:
             num_tokens=graph.num_tokens,
             cudagraph_runtime_mode=graph.cg_mode,
             batch_descriptor=BatchDescriptor(num_tokens=graph.num_tokens),
-            slot_mapping=build_slot_mappings_by_layer(slots, runner.kv_cache_config),
+            slot_mapping=build_slot_mappings_by_layer(
+                slots, runner.kv_cache_config
+            ),
         ):
             output = self.cut.stacks[level](*arguments)
         if isinstance(output, torch.Tensor):
@@ -97,7 +103,9 @@ class StagePasses:
         rows = async_tensor_h2d(tokens.rows, device=self.runner.device)
         tables = []
         slots = []
-        groups = zip(block_tables.block_tables, block_tables.block_sizes, strict=True)
+        groups = zip(
+            block_tables.block_tables, block_tables.block_sizes, strict=True
+        )
         for group, (staged, size) in enumerate(groups):
             table = staged.gpu.index_select(0, rows)
             columns = (positions // size)[:, None]
@@ -107,7 +115,9 @@ class StagePasses:
             tables.append(table)
             slots.append(blocks * size + positions % size)
         padding = 0, padded - len(positions)
-        padded_slots = functional.pad(torch.stack(slots), padding, value=PAD_SLOT_ID)
+        padded_slots = functional.pad(
+            torch.stack(slots), padding, value=PAD_SLOT_ID
+        )
         return tables, padded_slots
 
     def _metadata(
@@ -140,7 +150,9 @@ class StagePasses:
         )
 
 
-def _padded(values: torch.Tensor, buffer: torch.Tensor, size: int) -> torch.Tensor:
+def _padded(
+    values: torch.Tensor, buffer: torch.Tensor, size: int
+) -> torch.Tensor:
     """Values [tokens, ...] at the start of a buffer, with zeros up to a size."""
     buffer[: len(values)].copy_(values)
     buffer[len(values) : size].zero_()

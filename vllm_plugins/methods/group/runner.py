@@ -53,7 +53,9 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
         plain = copy.copy(vllm_config)
         plain.speculative_config = None
         super().__init__(plain, *args, **kwargs)
-        self.stage = FirstStage(self) if self.is_first_pp_rank else LastStage(self)
+        self.stage = (
+            FirstStage(self) if self.is_first_pp_rank else LastStage(self)
+        )
         # Of vLLM 0.32 in every step, of 0.33 in the steps that the method names
         self.pp_handler.max_sample_len = self.stage.micro_steps
         self.pp_handler._sample_len = self._sample_len
@@ -83,19 +85,25 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
         super().profile_run(*args, **kwargs)
         self.stage.profile()
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        self, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         scheduler_output = self.stage.begin_step(scheduler_output)
         # vLLM 0.33's first stage would wait for drafts
         scheduler_output.num_spec_tokens_to_schedule = 0
         while self._awaits_tokens(scheduler_output):
             self.update_pp_decode_requests()
         output = super().execute_model(scheduler_output, *args, **kwargs)
-        return output if self.stage.step is None else self.stage.end_forward(output)
+        return (
+            output if self.stage.step is None else self.stage.end_forward(output)
+        )
 
     def _awaits_tokens(self, scheduler_output: Any) -> bool:
         """Whether a scheduled request's last tokens are among those that vLLM would read later."""
         row_of = self.req_states.req_id_to_index
-        rows = [row_of.get(name, -1) for name in scheduler_output.num_scheduled_tokens]
+        rows = [
+            row_of.get(name, -1) for name in scheduler_output.num_scheduled_tokens
+        ]
         later = itertools.islice(self.pp_handler.queue, 1, None)
         return any(
             received is not None and np.isin(rows, received.idx_mapping_np).any()
@@ -112,14 +120,18 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
             # vLLM 0.33 has masks for the placeholders that no such request gets
             masks = grammar.grammar_bitmask
             stride = len(masks) // len(grammar.structured_output_request_ids)
-            grammar = dataclasses.replace(grammar, grammar_bitmask=masks[::stride])
+            grammar = dataclasses.replace(
+                grammar, grammar_bitmask=masks[::stride]
+            )
         output, num_sampled, num_rejected = super().sample(
             hidden_states, batch, grammar
         )
         if self.stage.step is None:
             return output, num_sampled, num_rejected
         assert isinstance(self.stage, LastStage)
-        tokens, num_sampled = self.stage.run_micro_steps(output.sampled_token_ids[:, 0])
+        tokens, num_sampled = self.stage.run_micro_steps(
+            output.sampled_token_ids[:, 0]
+        )
         # vLLM counts a request's scheduled token as computed, less its rejected tokens.
         num_rejected = 1 - num_sampled
         output = dataclasses.replace(
@@ -131,7 +143,10 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
         return output, num_sampled, num_rejected
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.stage, FirstStage) and self.execute_model_state is not None:
+        if (
+            isinstance(self.stage, FirstStage)
+            and self.execute_model_state is not None
+        ):
             self.stage.run_micro_steps()
         output = super().sample_tokens(*args, **kwargs)
         if isinstance(

@@ -37,12 +37,16 @@ class GroupScheduler(CountingScheduler):
         # vLLM pads a request with one token to compute, unless drafts depend on the
         # batch size. The grammar's masks would be padded as well, and the stages take
         # placeholders out again.
-        self.dynamic_sd_lookup = [self.placeholders] * (self.max_num_running_reqs + 1)
+        self.dynamic_sd_lookup = [self.placeholders] * (
+            self.max_num_running_reqs + 1
+        )
 
     def has_requests(self) -> bool:
         # A second batch in flight would wait for the group, and its requests could
         # never join the first one's.
-        return super().has_requests() and not (self._is_small() and self._in_flight())
+        return super().has_requests() and not (
+            self._is_small() and self._in_flight()
+        )
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         group_step = self._is_small() and self._all_decode()
@@ -78,4 +82,7 @@ class GroupScheduler(CountingScheduler):
 def _needs_plain_steps(request: Request) -> bool:
     """Whether a request needs plain steps, for logprobs or a thinking budget."""
     params: Any = request.sampling_params
-    return params.num_logprobs is not None or params.thinking_token_budget is not None
+    return (
+        params.num_logprobs is not None
+        or params.thinking_token_budget is not None
+    )

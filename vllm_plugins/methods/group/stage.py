@@ -61,7 +61,9 @@ class Stage:
         self.step: GroupStep | None = None  # None in a plain step
         self._allowed: dict[str, int] | None = None
 
-    def take(self, model: Any, exits: tuple[int, ...], layers: tuple[int, int]) -> None:
+    def take(
+        self, model: Any, exits: tuple[int, ...], layers: tuple[int, int]
+    ) -> None:
         """Cut the loaded stage, and open the channel to the other one."""
         vllm_config = self.vllm_config
         device = self.runner.device

@@ -63,7 +63,11 @@ class StageChannel:
         return tokens.numpy()
 
     def send_frame(
-        self, rows: np.ndarray, state: CutState | None, count: int, counted: np.ndarray
+        self,
+        rows: np.ndarray,
+        state: CutState | None,
+        count: int,
+        counted: np.ndarray,
     ) -> None:
         """Send states of some rows of a batch.
 

@@ -72,15 +72,34 @@ def test_replay_is_what_an_engine_would_do() -> None:
         chances = accept[text].tolist()
         limits = limit[text].tolist()
         for _ in range(rounds):
-            way = simulate(chances, int(lengths[text]), limits, rng)
+            way = simulate(
+                chances,
+                int(lengths[text]),
+                limits,
+                rng,
+            )
             totals += torch.tensor(way)
     measured = torch.tensor(replay(accept, lengths, limit))
-    torch.testing.assert_close(measured, totals / rounds, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        measured,
+        totals / rounds,
+        rtol=0.02,
+        atol=0.02,
+    )
 
 
 def test_acceptance_under_shared_noise_by_simulation() -> None:
     generator = torch.Generator().manual_seed(0)
-    log_p, log_q = torch.randn(2, 1, 6, generator=generator).mul(2).log_softmax(-1)
+    log_p, log_q = (
+        torch.randn(
+            2,
+            1,
+            6,
+            generator=generator,
+        )
+        .mul(2)
+        .log_softmax(-1)
+    )
     log_q[0, 4] = -torch.inf  # outside a draft vocabulary
     noise = -torch.empty(400_000, 6).exponential_(generator=generator).log()
     target = (log_p + noise).argmax(-1)
@@ -88,10 +107,22 @@ def test_acceptance_under_shared_noise_by_simulation() -> None:
     for token in range(6):
         drawn = target == token
         seen = float((draft[drawn] == token).float().mean())
-        expected = float(acceptance(log_p, log_q, torch.tensor([token]), 1.0))
+        expected = float(
+            acceptance(
+                log_p,
+                log_q,
+                torch.tensor([token]),
+                1.0,
+            )
+        )
         assert expected == pytest.approx(seen, abs=0.02)
     for token in range(6):
-        chance = acceptance(log_p, log_q, torch.tensor([token]), 0.0)
+        chance = acceptance(
+            log_p,
+            log_q,
+            torch.tensor([token]),
+            0.0,
+        )
         assert float(chance) == float(token == int(log_q.argmax()))
 
 
@@ -148,7 +179,9 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
     return CalibrationOptions(**{**given, **changes})
 
 
-def test_exits_against_a_slow_count(heads: Callable[[str], Path], data: Path) -> None:
+def test_exits_against_a_slow_count(
+    heads: Callable[[str], Path], data: Path
+) -> None:
     calibration = open_calibration(options(heads("early"), data))
     target = calibration.target
     texts = calibration.greedy
@@ -172,18 +205,24 @@ def test_what_is_measured_reaches_the_heads(
 ) -> None:
     folder = Path(shutil.copytree(heads(kind), tmp_path / "heads"))
     if kind != "early":
-        save_recommended(str(folder), load_config(folder), {"draft_vocab_size": 128})
+        save_recommended(
+            str(folder), load_config(folder), {"draft_vocab_size": 128}
+        )
     result = calibrate(options(folder, data))
     chosen = result["recommendation"]
     config = load_config(folder)
     assert config.num_speculative_tokens == chosen["num_speculative_tokens"]
     if kind == "early":
-        assert config.recommended["exit_layer"] == chosen["default_exit_layers"][0]
+        assert (
+            config.recommended["exit_layer"] == chosen["default_exit_layers"][0]
+        )
     else:
         assert set(result["parts"]["vocabulary"]) == {"128"}
         assert config.draft_vocab_size == chosen["draft_vocab_size"]
     assert recommend(config, load_calibration(folder)) == chosen
-    text = report(json.loads((folder / "calibration.json").read_text()), str(folder))
+    text = report(
+        json.loads((folder / "calibration.json").read_text()), str(folder)
+    )
     assert "redicted" in text and "| ---" in text
     assert text.splitlines()[2] in (folder / "README.md").read_text()
 
@@ -239,18 +278,49 @@ def test_prompts_are_the_records_own_or_pieces_of_texts(
     records = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     ids = write(tmp_path / "a.jsonl", *records)
     fitting = [PROMPTS[0], PROMPTS[2], PROMPTS[3]]
-    assert take_prompts([ids], target, 3, 8, longest=10) == fitting
+    assert (
+        take_prompts(
+            [ids],
+            target,
+            3,
+            8,
+            longest=10,
+        )
+        == fitting
+    )
     with pytest.raises(TrainingError, match=r"has 3 prompts .* but 4 are needed"):
-        take_prompts([ids], target, 4, 8, longest=10)
+        take_prompts(
+            [ids],
+            target,
+            4,
+            8,
+            longest=10,
+        )
     text = write(tmp_path / "b.jsonl", {"text": "abcdefghijklmnopqrst"})
-    prompts = take_prompts([text], target, 2, 8, longest=99)
+    prompts = take_prompts(
+        [text],
+        target,
+        2,
+        8,
+        longest=99,
+    )
     assert target.tokenizer.batch_decode(prompts) == ["ijklmnop", "abcdefgh"]
     foreign = write(tmp_path / "c.jsonl", {"prompt_token_ids": [9999]})
-    with pytest.raises(TrainingError, match="has token id 9999, but the model has 320"):
-        take_prompts([foreign], target, 1, 8, longest=99)
+    with pytest.raises(
+        TrainingError, match="has token id 9999, but the model has 320"
+    ):
+        take_prompts(
+            [foreign],
+            target,
+            1,
+            8,
+            longest=99,
+        )
 
 
-def test_counts_are_of_what_the_model_writes(tmp_path: Path, target: Target) -> None:
+def test_counts_are_of_what_the_model_writes(
+    tmp_path: Path, target: Target
+) -> None:
     answered = {"prompt_token_ids": [40, 41], "token_ids": [66, 67, 66]}
     asked = {"prompt_token_ids": [40]}
     path = write(tmp_path / "data.jsonl", answered, asked)
@@ -265,7 +335,10 @@ def test_counts_are_of_what_the_model_writes(tmp_path: Path, target: Target) -> 
     [
         (("--prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
-        (("--eps", "0.5,2"), "--eps='2': Input should be less than or equal to 1"),
+        (
+            ("--eps", "0.5,2"),
+            "--eps='2': Input should be less than or equal to 1",
+        ),
         (
             ("--new-tokens", "512"),
             "--new-tokens 512 leave no prompt of the model's 512 tokens",

@@ -38,11 +38,17 @@ class Made:
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
         shape = {"positions": positions, "rank": RANK, "inner_size": 5}
-        self.head = cp_head(SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]).double()
-        self.size = SIZE * (1 + len(self.head.layers))  # of what is read of the target
+        self.head = cp_head(
+            SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]
+        ).double()
+        self.size = SIZE * (
+            1 + len(self.head.layers)
+        )  # of what is read of the target
         for seed, (_, weight) in enumerate(sorted(self.head.tensors().items())):
             weight.data.copy_(seeded(*weight.shape, seed=seed, scale=0.6))
-        self.unembedding = None if form == "full" else seeded(VOCAB, SIZE, seed=20)
+        self.unembedding = (
+            None if form == "full" else seeded(VOCAB, SIZE, seed=20)
+        )
         self.bias = seeded(VOCAB, seed=8)
         self.embeddings = seeded(
             VOCAB,
@@ -66,7 +72,12 @@ class Made:
     ) -> torch.Tensor:
         torch.manual_seed(11)
         read = (self.unembedding, self.bias, sampling, self.embeddings)
-        return draft(self.head, hidden, first, *read)
+        return draft(
+            self.head,
+            hidden,
+            first,
+            *read,
+        )
 
     @torch.no_grad()
     def conditional(
@@ -193,8 +204,12 @@ def test_sampled_drafts_follow_the_formula(
         )
 
     second = cut((first,))
-    expected = torch.cat([second[x] * cut((first, x)) for x in range(VOCAB)]) * draws
-    counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2)
+    expected = (
+        torch.cat([second[x] * cut((first, x)) for x in range(VOCAB)]) * draws
+    )
+    counts = torch.bincount(
+        tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2
+    )
     possible = expected > 0
     assert counts[~possible].sum() == 0 and expected[possible].min() >= 5
     assert chisquare(counts[possible], expected[possible]).pvalue > 1e-3

@@ -46,7 +46,9 @@ FULL: dict[str, Any] = {
         ({"layers": (1, 2)}, (3 + 3 * (2 + 5 * 2 + 2 * 2), 3)),
     ],
 )
-def test_cost_of_a_condition(form: dict[str, Any], cost: tuple[float, float]) -> None:
+def test_cost_of_a_condition(
+    form: dict[str, Any], cost: tuple[float, float]
+) -> None:
     given = {"condition": "recurrent", "expert_rank": SIZE} | form
     head = cp_head(
         SIZE,
@@ -134,11 +136,15 @@ def assert_same_gradients(
 
 
 @pytest.mark.parametrize(
-    ("condition", "layers"), [("none", ()), ("recurrent", ()), ("recurrent", (1, 4))]
+    ("condition", "layers"),
+    [("none", ()), ("recurrent", ()), ("recurrent", (1, 4))],
 )
 @pytest.mark.parametrize("vocabulary", [0, 120])
 def test_loss_is_the_formula(
-    tiny_model: Factory, condition: Condition, layers: tuple[int, ...], vocabulary: int
+    tiny_model: Factory,
+    condition: Condition,
+    layers: tuple[int, ...],
+    vocabulary: int,
 ) -> None:
     """Cross-entropy to the target's top-k at each position, the text's likelihood and
     the balance; and its gradient.
@@ -162,7 +168,9 @@ def test_loss_is_the_formula(
     head = recipe.head
     ids = torch.arange(target.vocab_size)
     if vocabulary:
-        counts = torch.bincount(batch.input_ids.flatten(), minlength=target.vocab_size)
+        counts = torch.bincount(
+            batch.input_ids.flatten(), minlength=target.vocab_size
+        )
         ids = most_frequent(counts, vocabulary)
         recipe.use_vocabulary(ids)
     loss, figures = recipe.loss(batch)
@@ -223,7 +231,12 @@ def test_loss_is_the_formula(
         atol=1e-4,
     )
     assert accepted == right
-    assert_same_gradients(recipe, loss, expected, 1e-5)
+    assert_same_gradients(
+        recipe,
+        loss,
+        expected,
+        1e-5,
+    )
 
 
 def test_a_share_of_the_positions(tiny_model: Factory) -> None:
@@ -279,12 +292,27 @@ def test_the_loss_of_the_full_recipe_is_the_formula(
     next_token = functional.cross_entropy(lm_head(final), text[:, 0])
     weights = head.log_weights(final)
     factors = head.logits(final, target.unembedding.detach()).log_softmax(-1)
-    seen = factors.gather(-1, text[:, :, None, None].expand(-1, -1, 2, 1)).squeeze(-1)
+    seen = factors.gather(
+        -1,
+        text[:, :, None, None].expand(
+            -1,
+            -1,
+            2,
+            1,
+        ),
+    ).squeeze(-1)
     joint = -torch.logsumexp(weights + seen.sum(1), dim=-1).mean()
     expected = next_token + joint + 0.1 * balance_loss(weights)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(counts["next_token"], next_token.detach() * len(text))
-    assert_same_gradients(recipe, loss, expected, 1e-6)
+    torch.testing.assert_close(
+        counts["next_token"], next_token.detach() * len(text)
+    )
+    assert_same_gradients(
+        recipe,
+        loss,
+        expected,
+        1e-6,
+    )
 
 
 def test_from_scratch(tiny_model: Factory) -> None:

@@ -123,7 +123,11 @@ def test_forms_of_records(
             "a.jsonl:2 is a chat, but this model's tokenizer has no chat template",
         ),
         ("a.jsonl", '{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
-        ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json is not JSON .*line 3"),
+        (
+            "a.json",
+            '[{"text": "a"},\n {"text" "b"}]',
+            "a.json is not JSON .*line 3",
+        ),
         ("a.json", '{"text": 3}', "a.json, record 1: 'text' is of type int"),
         ("a.txt", "\xff", "a.txt is not UTF-8 text; convert the file"),
     ],
@@ -154,7 +158,12 @@ def test_bad_data_is_named(
 def test_records_that_are_skipped_are_counted(
     tmp_path: Path, chatty: Any, capsys: Any, record: Any, reason: str
 ) -> None:
-    path = write(tmp_path / "a.jsonl", {"text": "fine"}, record, record)
+    path = write(
+        tmp_path / "a.jsonl",
+        {"text": "fine"},
+        record,
+        record,
+    )
     assert read(path, chatty) == ["fine"]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"vllm-ppd: skipped 2: 2 {reason}") and line.endswith(
@@ -168,10 +177,14 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
     """
     tokenizer = tiny.make_tokenizer()
     token = tokenizer.convert_ids_to_tokens(BOS)
-    special = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, BOS)])
+    special = TemplateProcessing(
+        single=f"{token} $A", special_tokens=[(token, BOS)]
+    )
     tokenizer.backend_tokenizer.post_processor = special
     tokenizer.chat_template = token + TEMPLATE
-    path = write(tmp_path / "a.jsonl", {"text": "some longer text"}, {"messages": CHAT})
+    path = write(
+        tmp_path / "a.jsonl", {"text": "some longer text"}, {"messages": CHAT}
+    )
     documents = Documents([path], tokenizer)
 
     def rendered(messages: Any, **settings: Any) -> list[int]:
@@ -179,7 +192,10 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     whole = tokenizer("some longer text")["input_ids"]
-    assert [document.ids for document in documents.tokens()] == [whole, rendered(CHAT)]
+    assert [document.ids for document in documents.tokens()] == [
+        whole,
+        rendered(CHAT),
+    ]
     pieces, chat = document_prompts(documents, 5)
     body = whole[1:]
     assert pieces == [[BOS, *body[i : i + 4]] for i in range(0, len(body) - 3, 4)]
@@ -220,9 +236,23 @@ def test_commands_refuse_bad_data_before_a_model_is_loaded(
     elif name == "pipe":
         os.mkfifo(name)
     words = {
-        "train early": ["--model", str(DEMO), "--out", "out", "--data", name],
+        "train early": [
+            "--model",
+            str(DEMO),
+            "--out",
+            "out",
+            "--data",
+            name,
+        ],
         "calibrate": [str(DEMO.parent / "heads" / "early"), "--data", name],
-        "data": ["--model", str(DEMO), "--out", "out", "--prompts", name],
+        "data": [
+            "--model",
+            str(DEMO),
+            "--out",
+            "out",
+            "--prompts",
+            name,
+        ],
     }[command]
     assert main([*command.split(), *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()

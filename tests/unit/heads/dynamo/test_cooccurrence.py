@@ -42,7 +42,9 @@ def test_mask_is_the_ratio_of_eq_3(order: int) -> None:
         assert float(ratios[gram]) == pytest.approx(ratio, rel=1e-5)
 
 
-def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_counts_keep_the_most_frequent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     documents = [np.array([1, 2] * 40), *corpus(3)]
     whole = CoOccurrence.from_tokens(documents, VOCAB, 2)
     bounded = CoOccurrence.from_tokens(
@@ -100,13 +102,17 @@ def test_keys_fit_whatever_the_vocabulary(
     all_known = known[:, None, None] & known[:, None] & known
     assert torch.equal(mask([EVERY] * 3, loaded.ngrams)[0], expected * all_known)
     loaded.keys[3] = np.array([5**3])
-    with pytest.raises(ValueError, match=r"cooccurrence\.3\.keys are not ascending"):
+    with pytest.raises(
+        ValueError, match=r"cooccurrence\.3\.keys are not ascending"
+    ):
         loaded.check()
 
 
 @pytest.mark.parametrize("vocab_size", [55_108, 55_109, 262_144])
 def test_four_tokens_of_large_vocabularies_fit(vocab_size: int) -> None:
-    document = np.random.default_rng(0).integers(vocab_size, size=4_000) // 997 * 997
+    document = (
+        np.random.default_rng(0).integers(vocab_size, size=4_000) // 997 * 997
+    )
     unigram = np.bincount(document, minlength=vocab_size)
     counted = CoOccurrence.from_tokens(
         [document],

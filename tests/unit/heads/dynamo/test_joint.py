@@ -40,7 +40,12 @@ def select(
 
 def log_probs(rows: int, n: int, sharp: float = 2.0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    scores = sharp * torch.randn(n, rows, VOCAB, generator=generator)
+    scores = sharp * torch.randn(
+        n,
+        rows,
+        VOCAB,
+        generator=generator,
+    )
     return list(scores.log_softmax(-1))
 
 
@@ -93,10 +98,16 @@ def slow_choice(
         entries = np.ones([settings.k] * n)
         repeats = np.ones([settings.k] * n)
         for index in np.ndindex(entries.shape):
-            gram = [ids[i : i + 1][None] for ids, i in zip(tokens, index, strict=True)]
-            entries[index] = math.prod(p[i] for p, i in zip(shares, index, strict=True))
+            gram = [
+                ids[i : i + 1][None] for ids, i in zip(tokens, index, strict=True)
+            ]
+            entries[index] = math.prod(
+                p[i] for p, i in zip(shares, index, strict=True)
+            )
             if counts is not None:
-                entries[index] *= float(mask(gram, counts.ngrams)) ** settings.alpha_c
+                entries[index] *= (
+                    float(mask(gram, counts.ngrams)) ** settings.alpha_c
+                )
             if len(set(map(int, gram))) < n:
                 repeats[index] = settings.repetition_penalty
         entries /= entries.sum() or 1
@@ -125,7 +136,9 @@ def slow_choice(
     ],
 )
 @pytest.mark.parametrize("alpha_c", [0.0, 0.5, 1.0])
-def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) -> None:
+def test_choice_is_algorithm_1(
+    n: int, changes: dict[str, Any], alpha_c: float
+) -> None:
     """Every entry of the joint of the order that is taken, and the likeliest n-gram."""
     rows = 20 if n < 4 else 4
     heads = log_probs(rows, n)
@@ -135,7 +148,12 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
     choice = select(heads, settings, counts)
     best = choice.likeliest.tokens
     for row in range(rows):
-        order, entries = slow_choice(heads, settings, counts, row)
+        order, entries = slow_choice(
+            heads,
+            settings,
+            counts,
+            row,
+        )
         assert int(choice.order[row]) == order
         assert (best[row, order:] == -1).all()
         if order == 1:
@@ -148,7 +166,9 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
             atol=1e-7,
         )
         taken = []
-        for ids, token in zip(choice.top.token_ids, best[row, :order], strict=False):
+        for ids, token in zip(
+            choice.top.token_ids, best[row, :order], strict=False
+        ):
             taken.append(ids[row].tolist().index(token))
         assert entries[tuple(taken)] == pytest.approx(entries.max(), rel=1e-4)
     if eps_b == 1.0:
@@ -166,7 +186,15 @@ def test_tokens_of_the_context_count_as_repeated() -> None:
     ids = [torch.tensor([[0, 1]]), torch.tensor([[1, 2]]), torch.tensor([[2, 0]])]
     seen = [torch.tensor([[False, i == 1]]) for i in range(3)]
     joint = torch.full((1, 2, 2, 2), 0.125)
-    assert (kernels.penalise_repetition(joint, ids, 2.0, seen)[0, :, 1] == 0.0625).all()
+    assert (
+        kernels.penalise_repetition(
+            joint,
+            ids,
+            2.0,
+            seen,
+        )[0, :, 1]
+        == 0.0625
+    ).all()
 
 
 def test_eps_b_of_each_row() -> None:
@@ -224,7 +252,9 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
         ids = [choice.top.token_ids[1 + i][0, at] for i, at in enumerate(place)]
         rows = (tokens[:, 1:] == torch.stack(ids)).all(dim=1)
         share = float(rows.float().mean())
-        assert share == pytest.approx(float(joint[place] / joint.sum()), abs=0.015)
+        assert share == pytest.approx(
+            float(joint[place] / joint.sum()), abs=0.015
+        )
         assert float(claimed[rows][0]) == pytest.approx(share, abs=0.015)
     outside = tokens.clone()
     outside[:, 1] = VOCAB  # no head's candidate

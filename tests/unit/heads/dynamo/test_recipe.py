@@ -25,7 +25,9 @@ def recipe_of(model: Path, **options: Any) -> DynaMoRecipe:
     trainable = options.get("recipe") == "full"
     return DynaMoRecipe(
         DynaMoOptions(**given),
-        Target(str(model), torch.device("cpu"), torch.float32, trainable=trainable),
+        Target(
+            str(model), torch.device("cpu"), torch.float32, trainable=trainable
+        ),
     )
 
 
@@ -40,7 +42,10 @@ def two_documents(length: int = 24) -> Batch:
         generator=torch.Generator().manual_seed(3),
     )
     positions = torch.stack(
-        [torch.arange(length), torch.cat([torch.arange(10), torch.arange(length - 10)])]
+        [
+            torch.arange(length),
+            torch.cat([torch.arange(10), torch.arange(length - 10)]),
+        ]
     )
     counted = torch.ones(
         2,
@@ -69,7 +74,9 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
 
     states = target.run(batch, stem=True)
     assert states.stem is not None and batch.counted is not None
-    log_p = torch.log_softmax(states.final.view(2, 24, -1) @ target.unembedding.T, -1)
+    log_p = torch.log_softmax(
+        states.final.view(2, 24, -1) @ target.unembedding.T, -1
+    )
     expected = torch.zeros(())
     for i in (2, 3):
         hidden = target.norm(recipe.heads(i, *states.stem))
@@ -87,12 +94,16 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
         text = torch.cat(of_text)
         teacher = torch.cat(of_target)
         expected = (
-            expected + (1 - distillation) * text.mean() + distillation * teacher.mean()
+            expected
+            + (1 - distillation) * text.mean()
+            + distillation * teacher.mean()
         )
         assert int(counts[f"rows.{i}"]) == len(text)
         torch.testing.assert_close(counts[f"nll.{i}"], text.sum().detach())
         if distillation:
-            torch.testing.assert_close(counts[f"distilled.{i}"], teacher.sum().detach())
+            torch.testing.assert_close(
+                counts[f"distilled.{i}"], teacher.sum().detach()
+            )
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(
         gradients, torch.autograd.grad(expected, parameters), strict=True

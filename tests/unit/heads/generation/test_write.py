@@ -22,7 +22,15 @@ from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.write import Sampling, write_chats
 
 END = 0
-TURNS = ["what is two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "is it?"]
+TURNS = [
+    "what is two?",
+    "why?",
+    "",
+    "tell me \ufffd",
+    "and then?",
+    "how so?",
+    "is it?",
+]
 
 
 class FakeEngine:
@@ -51,7 +59,9 @@ class FakeEngine:
         turn = f" {chosen.choice(TURNS)}{chosen.randint(0, 3) or ''}"
         ids = [chosen.randint(1, 200) for _ in range(chosen.randint(1, 9))]
         if chosen.random() < 0.3:
-            return SimpleNamespace(token_ids=ids, text=turn, finish_reason="length")
+            return SimpleNamespace(
+                token_ids=ids, text=turn, finish_reason="length"
+            )
         ids.append(END)
         return SimpleNamespace(token_ids=ids, text=turn, finish_reason="stop")
 
@@ -164,13 +174,21 @@ def test_a_time_limit_ends_after_a_batch(
 @pytest.mark.parametrize(
     ("template", "options", "message"),
     [
-        (TEMPLATE, {"number": 500}, "user turns are too long, empty or repeated; give"),
+        (
+            TEMPLATE,
+            {"number": 500},
+            "user turns are too long, empty or repeated; give",
+        ),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
             {},
             "--model: the chat template changes what the user writes; give --prompts",
         ),
-        (None, {}, "--model: the tokenizer has no chat template, .*; give --prompts"),
+        (
+            None,
+            {},
+            "--model: the tokenizer has no chat template, .*; give --prompts",
+        ),
         (
             None,
             {"max_length": 2},
@@ -208,7 +226,9 @@ def test_files_of_other_options_and_damaged_ones(
     with pytest.raises(TrainingError, match=message):
         run(temperature=0.5)
     path.write_bytes(path.read_bytes().replace(b'"index"', b'"what"', 1))
-    with pytest.raises(TrainingError, match=r"a\.jsonl:1 is damaged; delete this line"):
+    with pytest.raises(
+        TrainingError, match=r"a\.jsonl:1 is damaged; delete this line"
+    ):
         run()
     write(tmp_path / "b.jsonl", {"text": "mine"})
     message = "was not written by `ppd data`; give another file"
@@ -248,7 +268,10 @@ def test_a_user_turn_begins_and_ends_as_in_the_template(
 def test_prompts_of_every_form_of_record(
     run: Factory, tmp_path: Path, tokenizer: Any
 ) -> None:
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
     path = write(
         tmp_path / "records.jsonl",
         {"messages": chat},

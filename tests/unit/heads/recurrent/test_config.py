@@ -51,11 +51,15 @@ def test_published_speculators_are_taken(
     config = load_config(folder)
     assert config.num_speculative_tokens == LAYOUTS[layout]["n_predict"]
     for name in (SERVE, "calibrate"):
-        assert "do not name their target" in str(readers.refusal(name, folder)), name
+        assert "do not name their target" in str(readers.refusal(name, folder)), (
+            name
+        )
     assert main(["inspect", folder]) == 0
     assert "which it does not name" in capsys.readouterr().out
     with pytest.raises(OptionError, match="run `ppd calibrate` on them first"):
-        readers.server(spec_model=folder, speculative_config={"draft_vocab_size": 64})
+        readers.server(
+            spec_model=folder, speculative_config={"draft_vocab_size": 64}
+        )
     written = json.loads((published / "config.json").read_text())
     assert written.items() <= {**config.to_json(), "dtype": "bfloat16"}.items()
 
@@ -69,7 +73,9 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
         damage(folder)
         for name in (*SERVERS, "inspect"):
             line = readers.refusal(name, str(folder))
-            assert line is not None and re.search(message, line), f"{name}: {line}"
+            assert line is not None and re.search(message, line), (
+                f"{name}: {line}"
+            )
 
     return check
 
@@ -91,7 +97,12 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
             "tie_weights=.*: Input should be a valid boolean",
         ),
         ("arctic-mlp", "inner_dim", "24.24", "has 2 layers; only heads with one"),
-        ("arctic-lstm", "inner_dim", [24, 24], r"inner_dim=\[24, 24\] has 2 layers"),
+        (
+            "arctic-lstm",
+            "inner_dim",
+            [24, 24],
+            r"inner_dim=\[24, 24\] has 2 layers",
+        ),
         ("arctic-lstm", "emb_dim", "32", "emb_dim='32' must be inner_dim=24"),
         ("arctic-lstm", "tie_weights", False, "do not share weights is not"),
         ("arctic-lstm", "method", "sum_gru", "should be 'sum_rnn' or 'sum_lstm'"),
@@ -120,15 +131,24 @@ def indexed(places: Any) -> Damage:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (tensor(HEAD, with_value(float("nan"))), "has numbers that are not finite"),
-        (tensor(HEAD, lambda head: head[:300]), rf"{HEAD}' has shape \[300, 24\]"),
+        (
+            tensor(HEAD, with_value(float("nan"))),
+            "has numbers that are not finite",
+        ),
+        (
+            tensor(HEAD, lambda head: head[:300]),
+            rf"{HEAD}' has shape \[300, 24\]",
+        ),
         (
             tensor(HEAD, lambda head: head.to(torch.float8_e4m3fn)),
             "is of float8_e4m3fn, expected float32 or bfloat16",
         ),
         (pickled, "has no model.safetensors; save the heads as safetensors"),
         (indexed({}), "has no weight_map; copy or write the heads again"),
-        (indexed({"weight_map": {"a": "../model.bin"}}), r"has no \.\./model.bin"),
+        (
+            indexed({"weight_map": {"a": "../model.bin"}}),
+            r"has no \.\./model.bin",
+        ),
     ],
 )
 def test_damaged_weights(refused: Factory, damage: Damage, message: str) -> None:
@@ -150,14 +170,20 @@ def test_calibration_adds_the_target_and_counts(
     }
     calibrate(
         CalibrationOptions(
-            heads=str(folder), data=(str(data),), model=str(tiny_model()), **options
+            heads=str(folder),
+            data=(str(data),),
+            model=str(tiny_model()),
+            **options,
         )
     )
     config, tensors = load_tensors(folder, recurrent.RecurrentConfig)
     assert config.names_target and config.verifier == str(tiny_model())
     assert tensors["token_counts"].sum() > 100
     after = {name: (folder / name).read_bytes() for name in before}
-    published, written = json.loads(before.pop("config.json")), after["config.json"]
+    published, written = (
+        json.loads(before.pop("config.json")),
+        after["config.json"],
+    )
     assert published.items() <= json.loads(written).items()
     assert before.items() <= after.items()
     for name in readers.of:
@@ -171,11 +197,18 @@ def test_shards_on_the_hub(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = publish(tmp_path / "recurrent", "arctic-lstm", "speculator.", 3)
+    folder = publish(
+        tmp_path / "recurrent",
+        "arctic-lstm",
+        "speculator.",
+        3,
+    )
     with running_hub(tmp_path, monkeypatch) as hub:
         hub.add("acme/lstm", folder)
         command("inspect", "acme/lstm")
         assert readers.server(spec_model="acme/lstm").num_speculative_tokens == 3
         shutil.rmtree(folder)
-        config, tensors = load_tensors(f"acme/lstm@{hub.commit('acme/lstm', 'main')}")
+        config, tensors = load_tensors(
+            f"acme/lstm@{hub.commit('acme/lstm', 'main')}"
+        )
     assert tensors.keys() == config.shapes().keys()

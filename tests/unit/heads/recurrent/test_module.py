@@ -19,12 +19,22 @@ from vllm_ppd.heads.recurrent.module import RecurrentHead
 def test_logits_are_the_formula(
     tmp_path: Path, layout: str, prefix: str, shards: int
 ) -> None:
-    folder = publish(tmp_path, layout, prefix, shards)
+    folder = publish(
+        tmp_path,
+        layout,
+        prefix,
+        shards,
+    )
     head = RecurrentHead(*load_tensors(folder, RecurrentConfig))
     torch.manual_seed(0)
     hidden = 2 * torch.randn(4, 64)
     tokens = torch.randint(VOCAB, (4, head.factors))
-    ours = head.logits(hidden, None, None, tokens).squeeze(2)
+    ours = head.logits(
+        hidden,
+        None,
+        None,
+        tokens,
+    ).squeeze(2)
     config = LAYOUTS[layout]
     weights = weights_of(config)
     for row in range(4):
@@ -42,7 +52,9 @@ def test_logits_are_the_formula(
             atol=1e-4,
         )
     asked = torch.randint(VOCAB, (4, head.factors, 3))
-    log_probs = head.log_probs(hidden, asked, None, None, tokens, chunk=3).squeeze(2)
+    log_probs = head.log_probs(
+        hidden, asked, None, None, tokens, chunk=3
+    ).squeeze(2)
     expected = ours.log_softmax(-1).gather(2, asked)
     torch.testing.assert_close(
         log_probs,

@@ -25,7 +25,13 @@ def recipe_of(model: Path, **options: Any) -> RecurrentRecipe:
         torch.float32,
     )
     return RecurrentRecipe(
-        RecurrentOptions(model="-", data=("-",), out="-", **options), target
+        RecurrentOptions(
+            model="-",
+            data=("-",),
+            out="-",
+            **options,
+        ),
+        target,
     )
 
 
@@ -56,7 +62,12 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     error = (predicted - wanted).square().mean()
     assert error < 0.9 * wanted.square().mean()
     assert error < 0.9 * (before - wanted).square().mean()
-    logits = recipe.head.logits(before, None, None, tokens[rows])[:, 0, 0]
+    logits = recipe.head.logits(
+        before,
+        None,
+        None,
+        tokens[rows],
+    )[:, 0, 0]
     expected = predicted @ recipe.target.unembedding.T
     torch.testing.assert_close(
         logits,
@@ -93,10 +104,15 @@ def test_what_is_saved_has_the_keys_and_tensors_of_ibm(
     assert expected.items() <= written.items()
     config, tensors = load_tensors(tmp_path, RecurrentConfig)
     assert tensors["token_counts"].sum() == 32
-    assert config.verifier == str(tiny_model()) and config.target.num_hidden_layers == 6
+    assert (
+        config.verifier == str(tiny_model())
+        and config.target.num_hidden_layers == 6
+    )
 
 
-def test_a_ridge_start_needs_a_state_of_twice_the_width(tiny_model: Factory) -> None:
+def test_a_ridge_start_needs_a_state_of_twice_the_width(
+    tiny_model: Factory,
+) -> None:
     with pytest.raises(
         TrainingError,
         match=r"--inner-size 100: a ridge regression needs a state of twice .*, 128;",

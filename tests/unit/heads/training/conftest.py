@@ -58,7 +58,9 @@ def train(
         model = family if isinstance(family, Path) else tiny_model(family)
         settings = {**COMMON, **SMALL[kind], "data": (str(data),), **options}
         loop.train(
-            KINDS[kind].options(**settings, model=str(model), out=str(tmp_path / out))
+            KINDS[kind].options(
+                **settings, model=str(model), out=str(tmp_path / out)
+            )
         )
         return tmp_path / out
 
@@ -71,7 +73,9 @@ def command(
 ) -> Callable[..., list[str]]:
     """command(kind="early", out="heads", **options): words of a `ppd train`."""
 
-    def words(kind: str = "early", out: str = "heads", **options: Any) -> list[str]:
+    def words(
+        kind: str = "early", out: str = "heads", **options: Any
+    ) -> list[str]:
         settings = {
             **COMMON,
             "model": tiny_model(),
@@ -81,7 +85,8 @@ def command(
             **options,
         }
         flags = [
-            f"--{name.replace('_', '-')}={value}" for name, value in settings.items()
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in settings.items()
         ]
         return ["train", kind, *flags]
 

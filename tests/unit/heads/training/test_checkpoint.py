@@ -36,7 +36,12 @@ def assert_same_heads(
     tensors = load_file(ours / "model.safetensors")
     assert tensors.keys() == expected.keys()
     for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            tensor,
+            expected[name],
+            atol=1e-6,
+            rtol=1e-5,
+        )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,13 @@ def test_a_stopped_run_continues_to_the_same_heads(
     step: int,
 ) -> None:
     """It ends at once, and only the step that was stopped is done again."""
-    train = partial(train, kind, evaluate_every=4, save_every=3, **options)
+    train = partial(
+        train,
+        kind,
+        evaluate_every=4,
+        save_every=3,
+        **options,
+    )
     whole = train(out="whole")
     batches = stop_at(count)
     with pytest.raises(loop.Stopped, match=f"stopped at step {step} of 12"):
@@ -90,7 +101,10 @@ def test_a_killed_run_continues_to_the_same_heads(
     assert subprocess.run(words, capture_output=True).returncode == 0
     assert_same_heads(tmp_path / "parts", tmp_path / "whole")
     parts, whole = (
-        [json.loads(line)["step"] for line in (tmp_path / out / loop.CURVE).open()]
+        [
+            json.loads(line)["step"]
+            for line in (tmp_path / out / loop.CURVE).open()
+        ]
         for out in ("parts", "whole")
     )
     assert parts == whole
@@ -142,9 +156,7 @@ def test_a_loss_that_is_not_finite_ends_training(
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
-    message = (
-        "is not finite; the checkpoint of step .* is kept: .*lower --learning-rate"
-    )
+    message = "is not finite; the checkpoint of step .* is kept: .*lower --learning-rate"
     with pytest.raises(TrainingError, match=message):
         train(learning_rate=1e38)
     facts = read_facts(tmp_path / "heads" / WORK)
@@ -160,7 +172,9 @@ def test_a_full_disk_loses_nothing(
 
     def full(obj: Any, path: Any, **kwargs: Any) -> None:
         if "checkpoint_4" in str(path):
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+            raise SafetensorError(
+                "I/O error: No space left on device (os error 28)"
+            )
         real(obj, path, **kwargs)
 
     monkeypatch.setattr(accelerate.checkpointing, "save", full)
@@ -178,7 +192,13 @@ def test_two_processes_train_what_one_does(
 ) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
     assert main(command(steps=6, out="alone")) == 0
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+    ]
     run = subprocess.run(
         [*launch, *PPD[1:], *command(steps=6, out="several")],
         capture_output=True,
@@ -189,7 +209,9 @@ def test_two_processes_train_what_one_does(
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     # AdamW divides a gradient by its own size: where it is tiny, another order of sums
     # moves a weight by up to a step.
-    for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
+    for name, tensor in load_file(
+        tmp_path / "several" / "model.safetensors"
+    ).items():
         difference = (tensor - expected[name]).abs()
         assert (difference > 1e-4).float().mean() < 0.01, name
         assert difference.max() < 5e-3, name

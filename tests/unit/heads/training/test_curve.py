@@ -35,7 +35,10 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / loop.CURVE).read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / loop.CURVE).read_text().splitlines()
+    ]
 
 
 def test_curve(train: Train) -> None:
@@ -51,15 +54,20 @@ def test_curve(train: Train) -> None:
     assert losses[-1]["tokens"] == 12 * 4 * 64 == facts["tokens"]
     for point in held_out:
         figures = point["held_out"]
-        exits = [value for name, value in figures.items() if name.startswith("exit")]
+        exits = [
+            value for name, value in figures.items() if name.startswith("exit")
+        ]
         # The held-out loss is the figures' sum over the exits, up to their rounding.
         assert point["held_out_loss"] == pytest.approx(
             sum(x["kl_nats"] for x in exits), abs=1e-3
         )
         by_position = figures["accepted_by_position"]
-        assert figures["accepted_a_step"] == pytest.approx(sum(by_position), abs=1e-3)
+        assert figures["accepted_a_step"] == pytest.approx(
+            sum(by_position), abs=1e-3
+        )
         assert (
-            by_position == sorted(by_position, reverse=True) and len(by_position) == 3
+            by_position == sorted(by_position, reverse=True)
+            and len(by_position) == 3
         )
         # A draft is right where an exit and the target choose the same token.
         matches = sum(x["match"] for x in exits) / len(exits)
@@ -82,7 +90,12 @@ def test_progress(
 ) -> None:
     progress = Progress()
     for step, (loss, share) in enumerate(zip(losses, accepted, strict=True)):
-        evaluation = Evaluation(step=step, loss=loss, figures={}, accepted=share)
+        evaluation = Evaluation(
+            step=step,
+            loss=loss,
+            figures={},
+            accepted=share,
+        )
         assert progress.take(evaluation) == (step in better)
 
 
@@ -103,7 +116,9 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
             evaluation = real(run, when)
             step = evaluation.step
             tensors = run.recipe.tensors()
-            seen[step] = {name: tensor.clone() for name, tensor in tensors.items()}
+            seen[step] = {
+                name: tensor.clone() for name, tensor in tensors.items()
+            }
             evaluation.accepted = 1 / (1 + abs(step - best))
             return evaluation
 

@@ -66,7 +66,9 @@ def test_heads_learn_and_the_target_stays_what_it_was(
 ) -> None:
     weights = {p.name: p.read_bytes() for p in tiny_model(family).iterdir()}
     folder = train(kind, family)
-    assert {p.name: p.read_bytes() for p in tiny_model(family).iterdir()} == weights
+    assert {
+        p.name: p.read_bytes() for p in tiny_model(family).iterdir()
+    } == weights
     assert_learnt(folder, FIGURES[kind])
     assert kind_of(folder) == kind
     assert check_folder(folder).kind == kind
@@ -90,15 +92,20 @@ def test_answers_that_are_too_short(
     --patience.
     """
     file = tmp_path / "l.jsonl"
-    message = (
-        "no window has a response of 3 tokens in a row, .* or a smaller --positions"
+    message = "no window has a response of 3 tokens in a row, .* or a smaller --positions"
+    data = write(
+        file, *[{"prompt": f"{i}? ", "completion": "y"} for i in range(200)]
     )
-    data = write(file, *[{"prompt": f"{i}? ", "completion": "y"} for i in range(200)])
     with pytest.raises(TrainingError, match=message):
         train("cp", data=(data,))
     answer = {"completion": "yes, it is so"}
     write(file, *[{"prompt": f"{i} " + "x" * 300} | answer for i in range(100)])
-    settings = {"evaluation_tokens": 64, "steps": 4, "evaluate_every": 1, "patience": 1}
+    settings = {
+        "evaluation_tokens": 64,
+        "steps": 4,
+        "evaluate_every": 1,
+        "patience": 1,
+    }
     facts = provenance_of(train("cp", data=(data,), **settings))
     assert facts.held_out_before == facts.held_out_after == {}
     assert facts.steps == 4
@@ -108,7 +115,9 @@ def test_answers_that_are_too_short(
 def test_steps_without_a_response_are_not_a_loss_of_zero(
     train: Train, tmp_path: Path
 ) -> None:
-    records = [{"prompt": f"{i} " + "x" * 600, "completion": "y"} for i in range(60)]
+    records = [
+        {"prompt": f"{i} " + "x" * 600, "completion": "y"} for i in range(60)
+    ]
     data = (write(tmp_path / "l.jsonl", *records),)
     folder = train(
         "early",
@@ -135,7 +144,11 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
         ),
         (
             "cp",
-            {"condition": "recurrent", "distillation": 0.5, "train_vocab_size": 64},
+            {
+                "condition": "recurrent",
+                "distillation": 0.5,
+                "train_vocab_size": 64,
+            },
             "joint_nats",
         ),
         (
@@ -179,9 +192,18 @@ def test_variants_learn(
     ],
 )
 def test_full_recipe_moves_the_base_model_and_names_it(
-    train: Train, tiny_model: Factory, kind: str, options: dict[str, Any], figure: str
+    train: Train,
+    tiny_model: Factory,
+    kind: str,
+    options: dict[str, Any],
+    figure: str,
 ) -> None:
-    folder = train(kind, recipe="full", base_learning_rate=1e-3, **options)
+    folder = train(
+        kind,
+        recipe="full",
+        base_learning_rate=1e-3,
+        **options,
+    )
     config = load_config(folder)
     assert config.verifier == str((folder / "base").resolve())
     assert check_folder(folder).kind == kind
@@ -205,7 +227,12 @@ def test_a_target_that_is_trained_is_judged_by_its_loss(
         return seen[-1]
 
     monkeypatch.setattr(loop.Run, "evaluate", evaluate)
-    train("dynamo", recipe="full", base_learning_rate=1e-3, steps=1)
+    train(
+        "dynamo",
+        recipe="full",
+        base_learning_rate=1e-3,
+        steps=1,
+    )
     train("dynamo", out="frozen", steps=1)
     is_undecided = [evaluation.accepted is None for evaluation in seen]
     assert is_undecided == [True, True, False, False]
@@ -219,13 +246,29 @@ def test_heads_pull_on_the_stem_is_scaled(
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
     folders = [
-        train("dynamo", stem_learning_rate=0.0, out="copied", **settings),
         train(
-            "dynamo", stem_learning_rate=0.0, out="random", start="random", **settings
+            "dynamo",
+            stem_learning_rate=0.0,
+            out="copied",
+            **settings,
         ),
-        train("dynamo", stem_learning_rate=1e-4, out="pulled", **settings),
+        train(
+            "dynamo",
+            stem_learning_rate=0.0,
+            out="random",
+            start="random",
+            **settings,
+        ),
+        train(
+            "dynamo",
+            stem_learning_rate=1e-4,
+            out="pulled",
+            **settings,
+        ),
     ]
-    weights = [load_file(folder / "base" / "model.safetensors") for folder in folders]
+    weights = [
+        load_file(folder / "base" / "model.safetensors") for folder in folders
+    ]
     name = "model.layers.2.mlp.down_proj.weight"
     torch.testing.assert_close(weights[0][name], weights[1][name])
     assert not torch.allclose(weights[0][name], weights[2][name], atol=1e-7)
@@ -253,7 +296,11 @@ def test_heads_pull_on_the_stem_is_scaled(
     ],
 )
 def test_bad_input_is_one_line(
-    command: Command, tmp_path: Path, capsys: Any, options: dict[str, Any], message: str
+    command: Command,
+    tmp_path: Path,
+    capsys: Any,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     assert main(command(**options)) == 2
     lines = capsys.readouterr().err.strip().splitlines()
@@ -279,9 +326,17 @@ def test_heads_that_could_not_be_written_are_refused_at_the_start(
 
 def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
     """PPD, Table 4, unless the user says otherwise."""
-    make = partial(KINDS["early"].options, model="m", data=("d",), out="o")
+    make = partial(
+        KINDS["early"].options,
+        model="m",
+        data=("d",),
+        out="o",
+    )
     published = make(head="classifier", loss="ce")
     assert published.learning_rate == 2e-5
     assert (published.batch_size, published.epochs) == (128, 3.0)
-    assert make(head="classifier", loss="ce", learning_rate=1e-3).learning_rate == 1e-3
+    assert (
+        make(head="classifier", loss="ce", learning_rate=1e-3).learning_rate
+        == 1e-3
+    )
     assert make(head="classifier").learning_rate == make().learning_rate == 5e-3

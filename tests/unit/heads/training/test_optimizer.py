@@ -36,7 +36,9 @@ def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
         weight_decay=0.1,
         adjust_lr_fn="match_rms_adamw",
     )
-    adamw = torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    adamw = torch.optim.AdamW(
+        others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1
+    )
     for number in range(3):
         of_stack, *rest = seeded(number)
         for parameter, gradient in zip(ours, [of_stack, *rest], strict=True):

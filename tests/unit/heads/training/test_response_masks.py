@@ -90,7 +90,10 @@ def test_what_a_record_says_is_a_response(
         (
             FORGETFUL,
             [USER, ANSWER, OTHER, LAST],
-            ["<user>hi<assistant>", "<user>hi<assistant>ho ho<user>more?<assistant>"],
+            [
+                "<user>hi<assistant>",
+                "<user>hi<assistant>ho ho<user>more?<assistant>",
+            ],
             ["so: ho ho", "so: no"],
         ),
         (
@@ -112,18 +115,26 @@ def test_a_chat_whose_template_rewrites_turns_is_split(
     words = templated(template)
     path = write(tmp_path / "a.jsonl", {"messages": messages})
     documents = Documents([path], words, by_answer=True).tokens()
-    for document, prompt, response in zip(documents, prompts, expected, strict=True):
+    for document, prompt, response in zip(
+        documents, prompts, expected, strict=True
+    ):
         count = len(words(prompt)["input_ids"])
         assert document.ids == words(prompt + response)["input_ids"]
-        assert document.mask == [place >= count for place in range(len(document.ids))]
+        assert document.mask == [
+            place >= count for place in range(len(document.ids))
+        ]
     # Other readers take whole chats, of which no prompt is a response.
     assert responses(path, words)[0] in ("", expected[0])
 
 
-def store(folder: Path, *records: Any, words: Any = None, **changes: Any) -> TokenStore:
+def store(
+    folder: Path, *records: Any, words: Any = None, **changes: Any
+) -> TokenStore:
     data = write(folder / "data.jsonl", *records)
     words = words or templated(TEMPLATE)
-    return TokenStore(folder / "work", [data], words, len(words), 0.3, 8, **changes)
+    return TokenStore(
+        folder / "work", [data], words, len(words), 0.3, 8, **changes
+    )
 
 
 def documents_of(
@@ -149,7 +160,9 @@ def test_windows_and_counts_are_of_responses(tmp_path: Path) -> None:
     assert whole.batch("train", [1, 0]).counted is None
     counts = whole.token_counts(tiny.VOCAB)
     assert counts[40] == counts[67] > 0
-    with pytest.raises(TrainingError, match=r"empty .1 files; skipped 40: 40 a prompt"):
+    with pytest.raises(
+        TrainingError, match=r"empty .1 files; skipped 40: 40 a prompt"
+    ):
         store(tmp_path, *[{"prompt_token_ids": [40, 41]}] * 40)
 
 
@@ -173,7 +186,12 @@ def test_what_cannot_be_learnt_is_counted(
         "skipped 80: 40 a prompt without a response, 40 an answer that"
         in capsys.readouterr().err
     )
-    manifest = store(tmp_path, *data, words=words, train_on_prompts=True).manifest
+    manifest = store(
+        tmp_path,
+        *data,
+        words=words,
+        train_on_prompts=True,
+    ).manifest
     assert manifest.documents == 120 and not manifest.skipped
 
 
@@ -185,8 +203,16 @@ def test_answers_to_the_same_prompt_are_on_the_same_side(
     records: list[dict[str, Any]] = []
     for i in range(200):
         question = {"role": "user", "content": f"question {i % 50}"}
-        messages = [question, {"role": "assistant", "content": f"{i}"}, OTHER, LAST]
-        ids = {"prompt_token_ids": [40 + i % 50, 41], "token_ids": [90 + i % 7, 0]}
+        messages = [
+            question,
+            {"role": "assistant", "content": f"{i}"},
+            OTHER,
+            LAST,
+        ]
+        ids = {
+            "prompt_token_ids": [40 + i % 50, 41],
+            "token_ids": [90 + i % 7, 0],
+        }
         records.append({"messages": messages[: 2 + i % 3]} if template else ids)
     words = templated(template)
     made = store(tmp_path, *records, words=words)

@@ -32,7 +32,14 @@ def make_store(
     folder: Path,
     data: Path,
 ) -> TokenStore:
-    return TokenStore(folder, [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    return TokenStore(
+        folder,
+        [data],
+        tiny.make_tokenizer(),
+        tiny.VOCAB,
+        0.2,
+        32,
+    )
 
 
 @pytest.fixture
@@ -51,7 +58,12 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noted(self: Target, batch: Batch, *args: Any, **kwargs: Any) -> Any:
         counts.append(len(batch.input_ids))
-        return run(self, batch, *args, **kwargs)
+        return run(
+            self,
+            batch,
+            *args,
+            **kwargs,
+        )
 
     monkeypatch.setattr(Target, "run", noted)
     return counts
@@ -72,7 +84,13 @@ def cache(
     ) -> Any:
         model = str(tiny_model(family))
         target = Target(model, torch.device("cpu"), torch.float32)
-        return StatesCache(tmp_path / "cache", target, store, reads, room)
+        return StatesCache(
+            tmp_path / "cache",
+            target,
+            store,
+            reads,
+            room,
+        )
 
     return make
 
@@ -103,7 +121,12 @@ def test_cached_states_are_the_targets(
         ours, theirs = (
             layer(*stem[0], **stem[1]) for stem in (cached.stem, direct.stem)
         )
-        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+        torch.testing.assert_close(
+            ours,
+            theirs,
+            rtol=3e-2,
+            atol=3e-2,
+        )
         log_probs = torch.log_softmax(direct.final @ target.unembedding.T, dim=-1)
         best = log_probs.topk(5)
         assert cached.top_ids is not None and cached.top_log_probs is not None
@@ -136,16 +159,33 @@ def test_other_targets_and_tokens_have_files_of_their_own(
     target = first.target
     text = write_texts(tmp_path / "other.jsonl", patterned_texts(41, 3))
     store = make_store(tmp_path / "other", text)
-    other = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
+    other = StatesCache(
+        tmp_path / "cache",
+        target,
+        store,
+        ALL,
+        ROOM,
+    )
     assert other.folder != first.folder
-    with torch.no_grad():  # same tokenizer and LM head, as a fine-tuned copy may have
+    with (
+        torch.no_grad()
+    ):  # same tokenizer and LM head, as a fine-tuned copy may have
         target.layers[2].mlp.down_proj.weight.mul_(1.01)
-    tuned = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
+    tuned = StatesCache(
+        tmp_path / "cache",
+        target,
+        store,
+        ALL,
+        ROOM,
+    )
     assert tuned.folder != other.folder
 
 
 def test_bounds(
-    cache: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    cache: Factory,
+    tmp_path: Path,
+    store: TokenStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
         cache(Reads(), 10_000)
@@ -157,9 +197,13 @@ def test_bounds(
     cache(Reads(), used)  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
         cache(Reads(exits=(2, 3)), used)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})
+    )
     for _ in range(2):
-        with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free"):
+        with pytest.raises(
+            TrainingError, match=r"the disk of .* has 0\.00 GB free"
+        ):
             cache(Reads(exits=(2,), top_k=3), family="qwen3")
 
 
@@ -176,8 +220,19 @@ def test_training_over_a_cache(
     """Two epochs run the target over each window once, a second training not at all,
     and heads are the same.
     """
-    settings = {"epochs": 2, "steps": None, "sequence_length": 32, "batch_size": 8}
-    train = partial(train, kind, data=(str(data),), held_out=0.2, **settings)
+    settings = {
+        "epochs": 2,
+        "steps": None,
+        "sequence_length": 32,
+        "batch_size": 8,
+    }
+    train = partial(
+        train,
+        kind,
+        data=(str(data),),
+        held_out=0.2,
+        **settings,
+    )
 
     def weights(out: str, **options: Any) -> dict[str, torch.Tensor]:
         return load_file(train(out=out, **options) / "model.safetensors")
@@ -188,8 +243,12 @@ def test_training_over_a_cache(
     assert once == store.num_windows("train") + store.num_windows("held_out")
     second = weights("second", **cached)
     assert sum(passes) == once
-    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
-    monkeypatch.setattr(tokens, "SHIFT", 0)  # the same windows in the second epoch
+    assert all(
+        torch.equal(first[name], tensor) for name, tensor in second.items()
+    )
+    monkeypatch.setattr(
+        tokens, "SHIFT", 0
+    )  # the same windows in the second epoch
     for name, tensor in weights("plain").items():
         moved = (first[name].float() - tensor.float()).norm()
         assert moved <= 0.03 * tensor.float().norm(), name  # rounded states

@@ -28,8 +28,14 @@ def store(
     data = folder / "data.jsonl"
     if texts is not None:
         write_texts(data, texts)
-    settings: dict[str, Any] = {"vocab_size": tiny.VOCAB, "held_out": 0.3, "length": 16}
-    return TokenStore(folder / "work", [data], tokenizer, **{**settings, **changes})
+    settings: dict[str, Any] = {
+        "vocab_size": tiny.VOCAB,
+        "held_out": 0.3,
+        "length": 16,
+    }
+    return TokenStore(
+        folder / "work", [data], tokenizer, **{**settings, **changes}
+    )
 
 
 def test_documents_are_split_whole(
@@ -52,7 +58,9 @@ def test_windows(
     tokenizer: Any,
 ) -> None:
     """Positions restart at documents, and the tokens ahead stay in the document."""
-    made = store(tmp_path, ["abcdefgh"[: 3 + i % 5] for i in range(60)], tokenizer)
+    made = store(
+        tmp_path, ["abcdefgh"[: 3 + i % 5] for i in range(60)], tokenizer
+    )
     ids = made.tokens["train"]["id"].astype(np.int64)
     batch = made.batch("train", range(made.num_windows()))
     assert torch.equal(
@@ -124,4 +132,9 @@ def test_bad_data(
     tmp_path: Path, tokenizer: Any, texts: list[str], changes: dict, message: str
 ) -> None:
     with pytest.raises(TrainingError, match=message):
-        store(tmp_path, texts, tokenizer, **changes)
+        store(
+            tmp_path,
+            texts,
+            tokenizer,
+            **changes,
+        )

@@ -31,7 +31,8 @@ def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
         "--speculative-config.method ppd",
     ):
         assert (
-            drafting(from_flags(tiny_model(), f"{flags} --ppd-exit-layer 3")) == config
+            drafting(from_flags(tiny_model(), f"{flags} --ppd-exit-layer 3"))
+            == config
         )
 
 
@@ -75,7 +76,9 @@ def test_heads_folder_gives_method_and_defaults(
     for vllm_config in (
         from_flags(tiny_model(), f"--speculative-model {folder}"),
         from_dict(tiny_model(), {"method": "ppd", "model": folder}),
-        from_flags(Path(folder), ""),  # `vllm serve HEADS`: the folder names its target
+        from_flags(
+            Path(folder), ""
+        ),  # `vllm serve HEADS`: the folder names its target
     ):
         config = drafting(vllm_config)
         assert (config.method, config.model) == ("ppd", folder)
@@ -92,7 +95,12 @@ def test_a_refusal_ends_a_process_with_a_single_line(
         from_flags(tiny_model(), "--speculative-model ppd --ppd-gamma much")
     capsys.readouterr()  # the tiny model may have been written just now
     with pytest.raises(SystemExit) as end:
-        start.excepthook(sys.__excepthook__, OptionError, refusal.value, None)
+        start.excepthook(
+            sys.__excepthook__,
+            OptionError,
+            refusal.value,
+            None,
+        )
     assert end.value.code == 2
     assert capsys.readouterr().err == f"vllm-ppd: error: {refusal.value}\n"
 
@@ -110,7 +118,9 @@ def test_start_up_line_ends_with_the_version(tiny_model: Factory) -> None:
     """Reports of bugs quote this line."""
     with our_log(logging.INFO) as told:
         from_dict(tiny_model(), {"method": "lookup"})
-    (line,) = (message for message in told if message.startswith("vllm-ppd: drafting"))
+    (line,) = (
+        message for message in told if message.startswith("vllm-ppd: drafting")
+    )
     assert line.endswith(f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}")
 
 
@@ -124,4 +134,6 @@ def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:
     }
     config = from_dict(tiny_model(), lookup)
     assert activation.active_config(config) is None
-    assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup
+    assert {
+        name: getattr(config.speculative_config, name) for name in lookup
+    } == lookup

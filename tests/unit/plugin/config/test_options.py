@@ -19,17 +19,32 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"exit_layr": 3}, "unknown option 'exit_layr'; did you mean 'exit_layer'"),
+        (
+            {"exit_layr": 3},
+            "unknown option 'exit_layr'; did you mean 'exit_layer'",
+        ),
         ({"zzz": 3}, "unknown option 'zzz'; known options: method, model"),
-        ({"exit_layer": 0}, "exit_layer=0: Input should be greater than or equal to 1"),
+        (
+            {"exit_layer": 0},
+            "exit_layer=0: Input should be greater than or equal to 1",
+        ),
         ({"gamma": 1.5}, "gamma=1.5: Input should be less than 1"),
         ({"gamma": float("nan")}, "gamma=nan: Input should be a finite number"),
         ({"gamma": True}, "gamma=True: Input should be a valid number"),
         ({"num_speculative_tokens": 3.0}, "Input should be a valid integer"),
         ({"adaptive": 1}, "Input should be a valid boolean"),
-        ({"eps_b": 0.5}, "an option of method dynamo; leave it out with method 'ppd'"),
-        ({"method": "medusa"}, "method='medusa': must be one of ppd, paradecode, cp"),
-        ({"draft_sample_method": "beam"}, "should be 'greedy' or 'probabilistic'"),
+        (
+            {"eps_b": 0.5},
+            "an option of method dynamo; leave it out with method 'ppd'",
+        ),
+        (
+            {"method": "medusa"},
+            "method='medusa': must be one of ppd, paradecode, cp",
+        ),
+        (
+            {"draft_sample_method": "beam"},
+            "should be 'greedy' or 'probabilistic'",
+        ),
         ({"gamma": "x\n" * 10**6}, r"x\\nx"),
         ({"y" * 10**6: 1}, r"y{50}\.\.\.y{20}"),
     ],

@@ -47,13 +47,19 @@ def refused(message: str) -> Iterator[None]:
         (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
         (f"{PPD} --logits-processors a:B", "custom logits processors"),
         (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
-        (f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}", "moves KV layer by layer"),
+        (
+            f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
+            "moves KV layer by layer",
+        ),
         (f"{EARLY} --model-impl transformers", "not supported with this family"),
         (
             f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""",
             "watermarking",
         ),
-        (f"{EARLY} --prefill-context-parallel-size 2", "prefill context parallelism"),
+        (
+            f"{EARLY} --prefill-context-parallel-size 2",
+            "prefill context parallelism",
+        ),
         (
             f"{EARLY} --use-fp64-gumbel",
             "^--use-fp64-gumbel is not supported with sampled drafts",
@@ -66,26 +72,47 @@ def refused(message: str) -> Iterator[None]:
         (f"{PPD} --pipeline-parallel-size 3", "has 2 pipeline stages, not 3"),
         (f"{GROUP} --kv-offloading-size 1", "KV offloading .* a worker group"),
         (f"{GROUP} --ppd-gamma 0.5", "gamma=0.5 is not supported with pipeline"),
-        (f"{GROUP} --ppd-exit-layer 2", r"exit_layer=2 cannot split .* in 3\.\.5"),
+        (
+            f"{GROUP} --ppd-exit-layer 2",
+            r"exit_layer=2 cannot split .* in 3\.\.5",
+        ),
         (f"{GROUP} --ppd-exit-layer 6", r"exit_layer=6 is outside 1\.\.5"),
-        (f"{GROUP} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported"),
+        (
+            f"{GROUP} --ppd-prompt-lookup-min 2",
+            "prompt_lookup_min=2 is not supported",
+        ),
         (f"{GROUP} --ppd-adaptive true", "adaptive has no effect with pipeline"),
         (
             f"{GROUP} --ppd-draft-sample-method greedy",
             "draft_sample_method has no effect with pipeline parallelism",
         ),
-        (f"{GROUP} --scheduler-cls a.B", "--scheduler-cls a.B cannot be combined"),
+        (
+            f"{GROUP} --scheduler-cls a.B",
+            "--scheduler-cls a.B cannot be combined",
+        ),
         (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
         (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported"),
         (f"{PPD} --ppd-candidates 3", "candidates=3 needs pipeline stages"),
         # Names of methods and models
-        ("--speculative-model ./no-such-folder", "'./no-such-folder' does not exist"),
-        ("--spec-method ppd --spec-model paradecode", "'paradecode' is a method name"),
+        (
+            "--speculative-model ./no-such-folder",
+            "'./no-such-folder' does not exist",
+        ),
+        (
+            "--spec-method ppd --spec-model paradecode",
+            "'paradecode' is a method name",
+        ),
         ("--spec-method cp", "method 'cp' needs heads; .*ppd train cp"),
         ("""-sc '{"method": ["ppd"]}'""", "Input should be a valid string"),
-        ("""-sc '{"method": "PPD"}'""", "unknown method 'PPD'; did you mean 'ppd'"),
+        (
+            """-sc '{"method": "PPD"}'""",
+            "unknown method 'PPD'; did you mean 'ppd'",
+        ),
         # Flags, and options that are given twice
-        (f"{PPD} --ppd-adaptive 2", "--ppd-adaptive='2': Input should be a valid bool"),
+        (
+            f"{PPD} --ppd-adaptive 2",
+            "--ppd-adaptive='2': Input should be a valid bool",
+        ),
         ("--ppd-gamma 0.5", "option of vllm-ppd; add --speculative-model"),
         ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; give one"),
         (
@@ -111,7 +138,9 @@ def test_refused_before_the_model_loads(
 
 def test_families_that_cannot_be_cut(tiny_model: Factory, tmp_path: Path) -> None:
     with refused("whose first pipeline stage cannot hold an LM head"):
-        from_dict(tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2)
+        from_dict(
+            tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2
+        )
     transformers.GPT2Config(
         vocab_size=320,
         n_embd=64,
@@ -121,18 +150,25 @@ def test_families_that_cannot_be_cut(tiny_model: Factory, tmp_path: Path) -> Non
         architectures=["GPT2LMHeadModel"],
     ).save_pretrained(tmp_path)
     tiny.make_tokenizer().save_pretrained(tmp_path)
-    with refused("GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"):
+    with refused(
+        "GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"
+    ):
         from_dict(tmp_path, {"method": "ppd", "exit_layer": 1})
     # Heads that need no adapter are not asked for one.
     with refused("pipeline parallelism is not supported with method 'cp'"):
-        from_dict(tmp_path, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2)
+        from_dict(
+            tmp_path, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2
+        )
 
 
 @pytest.mark.parametrize(
     ("fact", "message"),
     [
         ("use_mla", r"latent attention \(MLA\) .* CP drafting on a CPU"),
-        ("is_moe", "data parallelism of mixture-of-experts models .* CP drafting"),
+        (
+            "is_moe",
+            "data parallelism of mixture-of-experts models .* CP drafting",
+        ),
         ("is_encoder_decoder", "encoder-decoder models .* CP drafting"),
         ("is_diffusion", "diffusion models are not supported with CP drafting"),
         ("has_inner_state", r"recurrent state \(Mamba, gated delta nets\) .* CP"),
@@ -157,7 +193,11 @@ def test_targets_that_cannot_verify_drafts(
     ("fact", "value", "message"),
     [
         ("architectures", ["GPT2LMHeadModel"], "use CP heads without --layers"),
-        ("is_multimodal_model", True, "multimodal models .* that read layers 1, 4"),
+        (
+            "is_multimodal_model",
+            True,
+            "multimodal models .* that read layers 1, 4",
+        ),
         (
             "using_transformers_backend",
             lambda: True,
@@ -174,7 +214,11 @@ def test_targets_that_cannot_give_the_states_of_layers(
     message: str,
 ) -> None:
     heads = make_heads(
-        tmp_path / "heads", "cp", tiny_model(), condition="recurrent", layers=(1, 4)
+        tmp_path / "heads",
+        "cp",
+        tiny_model(),
+        condition="recurrent",
+        layers=(1, 4),
     )
     given = {"method": "cp", "model": str(heads)}
     from_dict(tiny_model(), given)
@@ -189,11 +233,31 @@ UNVERIFIED = {"verify": False}
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        ("cp", {"num_speculative_tokens": 3}, "is more than the 2 drafts that the"),
-        ("cp", {"draft_vocab_size": 400}, "more than the model's vocabulary of 320"),
-        ("cp", {"method": "dynamo"}, "heads of kind 'cp'; expected kind 'dynamo'"),
-        ("dynamo", UNVERIFIED | {"draft_vocab_size": 99}, "drafts are not verified"),
-        ("dynamo", UNVERIFIED | {"adaptive": True}, "no effect with verify: false"),
+        (
+            "cp",
+            {"num_speculative_tokens": 3},
+            "is more than the 2 drafts that the",
+        ),
+        (
+            "cp",
+            {"draft_vocab_size": 400},
+            "more than the model's vocabulary of 320",
+        ),
+        (
+            "cp",
+            {"method": "dynamo"},
+            "heads of kind 'cp'; expected kind 'dynamo'",
+        ),
+        (
+            "dynamo",
+            UNVERIFIED | {"draft_vocab_size": 99},
+            "drafts are not verified",
+        ),
+        (
+            "dynamo",
+            UNVERIFIED | {"adaptive": True},
+            "no effect with verify: false",
+        ),
     ],
 )
 def test_options_that_do_not_fit_heads(
@@ -211,10 +275,14 @@ def test_heads_of_another_target_or_exit(
     tiny_model: Factory, heads_folder: Factory
 ) -> None:
     folder = str(heads_folder(exit_layers=(2, 4)))
-    with refused("exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
+    with refused(
+        "exit_layer=3 has no head in .*, which has heads for layers 2, 4"
+    ):
         from_dict(tiny_model(), {"exit_layer": 3, "model": folder})
     early = str(heads_folder(exit_layers=(2,)))
-    with refused(r"have no exit in 3\.\.5, where a worker group's stages can be split"):
+    with refused(
+        r"have no exit in 3\.\.5, where a worker group's stages can be split"
+    ):
         from_dict(tiny_model(), {"model": early}, pipeline_parallel_size=2)
     with refused("hidden_size is 64 there, but 128 in this model"):
         from_dict(tiny_model("qwen2"), {"method": "ppd", "model": folder})
@@ -225,7 +293,9 @@ def test_worker_group_in_an_environment(
 ) -> None:
     envs.disable_envs_cache()  # an engine of a test before may have switched it on
     switch = "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"
-    if switch in envs.environment_variables:  # vLLM 0.33 has the newer executor alone
+    if (
+        switch in envs.environment_variables
+    ):  # vLLM 0.33 has the newer executor alone
         monkeypatch.setenv(switch, "0")
         with refused("older Ray executor"):
             from_dict(
@@ -245,7 +315,10 @@ def test_worker_group_in_an_environment(
 
 @pytest.mark.parametrize(
     ("made", "is_refused"),
-    [({}, False), ({"condition": "recurrent", "positions": 3, "layers": [2, 4]}, True)],
+    [
+        ({}, False),
+        ({"condition": "recurrent", "positions": 3, "layers": [2, 4]}, True),
+    ],
 )
 def test_graphs_that_vllm_turns_on_itself(
     tiny_model: Factory,
@@ -261,9 +334,16 @@ def test_graphs_that_vllm_turns_on_itself(
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "")
     monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
     monkeypatch.setattr(
-        VllmConfig, "_uses_breakable_cudagraph_for_batch_invariance", lambda self: True
+        VllmConfig,
+        "_uses_breakable_cudagraph_for_batch_invariance",
+        lambda self: True,
     )
-    heads = make_heads(tmp_path / "heads", "cp", tiny_model(), **made)
+    heads = make_heads(
+        tmp_path / "heads",
+        "cp",
+        tiny_model(),
+        **made,
+    )
     with refused("breakable CUDA graphs") if is_refused else nullcontext():
         from_dict(tiny_model(), {"model": str(heads)}, dtype="bfloat16")
 
@@ -272,7 +352,9 @@ def test_more_candidates_than_a_gpu_has_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = resolve(parse_options({"candidates": 3}), 6, stages=2)
-    refuse_candidates(config, 16)  # a CPU's backend has no buffers of a row a candidate
+    refuse_candidates(
+        config, 16
+    )  # a CPU's backend has no buffers of a row a candidate
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     refuse_candidates(config, 24)
     with refused("candidates=3 for 8 requests need --max-num-seqs 24, not 16"):
@@ -293,5 +375,7 @@ def test_machines_without_runner_v2(
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     from_dict(tiny_model(), given, use_fp64_gumbel=True)  # lookups draw nothing
     monkeypatch.setattr(platform, "runs_v2", lambda: False)
-    with refused("needs Triton on a GPU, which vLLM did not find; install triton"):
+    with refused(
+        "needs Triton on a GPU, which vLLM did not find; install triton"
+    ):
         from_dict(tiny_model(), given)

@@ -11,7 +11,9 @@ from configured import drafting, from_dict, from_flags
 from conftest import Factory
 from heads_folders import make_heads
 from vllm.config import VllmConfig
-from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
+from vllm.v1.spec_decode.dynamic.utils import (
+    validate_and_normalize_dynamic_sd_schedule,
+)
 
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
@@ -49,7 +51,10 @@ def test_worker_group(tiny_model: Factory, heads_folder: Factory) -> None:
     config = drafting(vllm_config)
     assert config.candidates == 4 and config.choice_of_drafts() == {}
     assert vllm_config.parallel_config.worker_cls == METHODS["ppd"].group_worker
-    assert vllm_config.scheduler_config.scheduler_cls == METHODS["ppd"].group_scheduler
+    assert (
+        vllm_config.scheduler_config.scheduler_cls
+        == METHODS["ppd"].group_scheduler
+    )
     assert vllm_config.num_lookahead_tokens == 1
     for part in ("stages of 3 and 3 layers", "4 candidates", "4 micro-steps a"):
         assert part in config.summary()
@@ -72,7 +77,9 @@ def test_choice_of_drafts_is_a_schedule_of_vllm() -> None:
 
     def schedule(**options: Any) -> Any:
         config = resolved({"method": "cp", **options})
-        ranges = config.choice_of_drafts()["num_speculative_tokens_per_batch_size"]
+        ranges = config.choice_of_drafts()[
+            "num_speculative_tokens_per_batch_size"
+        ]
         assert validate_and_normalize_dynamic_sd_schedule(ranges) == ranges
         return ranges
 
@@ -93,7 +100,10 @@ def test_choice_of_drafts_is_a_schedule_of_vllm() -> None:
     ],
 )
 def test_heads_recommend_a_draft_vocabulary(
-    tiny_model: Factory, tmp_path: Path, given: dict[str, Any], expected: int | None
+    tiny_model: Factory,
+    tmp_path: Path,
+    given: dict[str, Any],
+    expected: int | None,
 ) -> None:
     folder = make_heads(
         tmp_path / "heads", "dynamo", tiny_model(), draft_vocab_size=128
@@ -104,7 +114,12 @@ def test_heads_recommend_a_draft_vocabulary(
 
 def test_summary_names_what_drafts() -> None:
     line = resolved({"prompt_lookup_min": 2, "exit_layer": 4}).summary()
-    for part in ("method ppd", "exit layer 4 of 12", "lookup from 2", "cut-off: none"):
+    for part in (
+        "method ppd",
+        "exit layer 4 of 12",
+        "lookup from 2",
+        "cut-off: none",
+    ):
         assert part in line
 
 

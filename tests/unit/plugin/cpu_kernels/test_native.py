@@ -62,7 +62,9 @@ def test_every_kernel_is_tested() -> None:
         path.read_text() for path in (ROOT / "tests" / "v2_kernels").glob("*.py")
     )
     untested = {
-        name for name in native.KERNELS if f'"{name.rpartition(".")[2]}"' not in cases
+        name
+        for name in native.KERNELS
+        if f'"{name.rpartition(".")[2]}"' not in cases
     }
     assert not untested
 
@@ -75,7 +77,8 @@ def test_nothing_of_runner_v1_is_replaced() -> None:
         name
         for name, module in list(sys.modules.items())
         for value in list(vars(module).values())
-        if isinstance(value, KernelOverride) and inspect.unwrap(value.func) in ours
+        if isinstance(value, KernelOverride)
+        and inspect.unwrap(value.func) in ours
     }
     assert holders == {name.rpartition(".")[0] for name in native.KERNELS}
     assert not hasattr(triton, "next_power_of_2")
@@ -99,7 +102,9 @@ def test_checks_for_triton_pass_within_alone() -> None:
 
 
 @without_triton
-def test_kernels_that_vllm_brings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_vllm_brings_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def plain(logits_ptr: Any) -> None: ...
 
     name = "vllm.v1.worker.gpu.sample.min_p._min_p_kernel"

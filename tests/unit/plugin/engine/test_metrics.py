@@ -98,7 +98,12 @@ def test_counts_arrive_once_where_vllms_do() -> None:
     scheduler = Counting(log_stats=True)
     for made in (output(worker), output(worker)):
         stats = sent(scheduler.step(made))
-        statistics.record(lambda *_, **__: None, manager, stats, engine_idx=1)
+        statistics.record(
+            lambda *_, **__: None,
+            manager,
+            stats,
+            engine_idx=1,
+        )
         assert stats.kv_connector_stats is None
     assert {name: value(name) - before[0][name] for name in amounts} == amounts
     assert totals()["deferred_steps"] - before[1] == 2

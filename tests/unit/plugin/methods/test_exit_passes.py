@@ -36,7 +36,9 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
     def trusted(kind: type, updates: bool = True) -> bool:
         builder = object.__new__(kind)
         builder.supports_draft_decode_metadata_update = updates
-        group = SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
+        group = SimpleNamespace(
+            backend=backend, get_metadata_builder=lambda: builder
+        )
         return on_device([group])
 
     builder = backend.get_builder_cls()
@@ -44,4 +46,6 @@ def test_inherited_updates_are_not_trusted(backend: Any) -> None:
     assert trusted(builder)
     assert not trusted(builder, updates=False)
     assert not trusted(chunked.get_builder_cls())
-    assert trusted(type("Renamed", (builder,), {}))  # builds as its base class does
+    assert trusted(
+        type("Renamed", (builder,), {})
+    )  # builds as its base class does

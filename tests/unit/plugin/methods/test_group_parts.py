@@ -51,9 +51,20 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
     )
     cpu = torch.device("cpu")
     stage.runner = SimpleNamespace(device=cpu)
-    stage.states = SavedStates(2, 4, torch.float32, cpu, has_residual=True)
+    stage.states = SavedStates(
+        2,
+        4,
+        torch.float32,
+        cpu,
+        has_residual=True,
+    )
     stage.carried = np.zeros(2)
-    stage.step = GroupStep(["a", "b"], np.arange(2), np.arange(2), np.arange(2))
+    stage.step = GroupStep(
+        ["a", "b"],
+        np.arange(2),
+        np.arange(2),
+        np.arange(2),
+    )
     memory = IntermediateTensors(
         {"hidden_states": torch.ones(3, 4), "residual": torch.ones(3, 4)}
     )

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from numpy import ndarray
 
-MAX_ROWS = 1 << 16  # of a table behind a pointer; only rows that exist are touched
+MAX_ROWS = (
+    1 << 16
+)  # of a table behind a pointer; only rows that exist are touched
 
 
 def by_name(

@@ -69,8 +69,12 @@ def gumbel_sample(
         NotImplementedError: if logits are to be kept, as vLLM's own drafters ask for.
     """
     if logits_cache is not None:
-        raise NotImplementedError("vLLM's own drafters have no kernels on the CPU")
-    temperatures = np.where(expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0)
+        raise NotImplementedError(
+            "vLLM's own drafters have no kernels on the CPU"
+        )
+    temperatures = np.where(
+        expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0
+    )
     all_values = logits.float().numpy()
     local_max[:, 0] = 0.0
     local_max[:, 1:] = -np.inf
@@ -90,7 +94,9 @@ def gumbel_sample(
         if IS_DRAFTING:
             position += DRAFT_SALT
         if len(candidates) > MANY and not USE_FP64:
-            candidates = contenders(values, candidates, int(drawn[row]), seed, position)
+            candidates = contenders(
+                values, candidates, int(drawn[row]), seed, position
+            )
         sums = values[candidates] + noise(seed, position, candidates, len(values))
         drawn[row] = candidates[sums.argmax()]
 
@@ -118,7 +124,9 @@ def contenders(
     return candidates[bits.astype(np.float32) <= limits * 2.0**32]
 
 
-def noise_32(seed: int, position: int, token_ids: ndarray, vocab_size: int) -> ndarray:
+def noise_32(
+    seed: int, position: int, token_ids: ndarray, vocab_size: int
+) -> ndarray:
     """Gumbel noise in float32 from 32 random bits a token, as vLLM's kernel rounds it."""
     bits = hashes(seed, position, token_ids, vocab_size)
     upper = (bits >> 16).astype(np.float32)
@@ -127,10 +135,14 @@ def noise_32(seed: int, position: int, token_ids: ndarray, vocab_size: int) -> n
     return -np.log(-log_of_complement(uniform))
 
 
-def noise_64(seed: int, position: int, token_ids: ndarray, vocab_size: int) -> ndarray:
+def noise_64(
+    seed: int, position: int, token_ids: ndarray, vocab_size: int
+) -> ndarray:
     """Gumbel noise in float64 from 53 random bits a token."""
     lower = hashes(seed, position, token_ids, vocab_size).astype(np.uint64)
-    upper = hashes(seed, position, token_ids, vocab_size, SECOND_WORD).astype(np.uint64)
+    upper = hashes(seed, position, token_ids, vocab_size, SECOND_WORD).astype(
+        np.uint64
+    )
     bits = ((upper << 32) | lower) >> 11
     uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
     uniform[uniform == 1.0] -= 2.0**-53

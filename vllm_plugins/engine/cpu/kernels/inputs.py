@@ -226,7 +226,9 @@ def apply_prompt_embeds(
         given = embeds.view(length, hidden_size)[begin : begin + number]
         target = inputs_embeds[start : start + number]
         if mask_ptrs[row]:
-            mask = torch.frombuffer(bytes_at(mask_ptrs[row], length), dtype=torch.bool)
+            mask = torch.frombuffer(
+                bytes_at(mask_ptrs[row], length), dtype=torch.bool
+            )
             is_token_id = mask[begin : begin + number, None]
             given = torch.where(is_token_id, target, given)
         target.copy_(given)

@@ -171,7 +171,9 @@ def apply_thinking_budget(
         # The text may end with the marker's first tokens, all but its last at most.
         tail = text[-len(forced_end) :].tolist()
         begun = max(
-            n for n in range(len(forced_end)) if tail[len(tail) - n :] == forced_end[:n]
+            n
+            for n in range(len(forced_end))
+            if tail[len(tail) - n :] == forced_end[:n]
         )
         logits[place, forced_end[begun]] = FORCED
 

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import lengths_between, table_at
+from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import (
+    lengths_between,
+    table_at,
+)
 
 INT32_BYTES = 4
 
