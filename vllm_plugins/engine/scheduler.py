@@ -180,7 +180,8 @@ class DraftingScheduler(CountingScheduler):
                 else:
                     prompt += scheduled - 1 - len(verified.get(req_id, ()))
                     decoding.append(req_id)
-        if self.waiting and len(self.running) < self.max_num_running_reqs:
+        if prompt and self.waiting:
+            # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
         step = Step(
             requests=len(decoding),
