@@ -39,8 +39,6 @@ class Mean:
         self.last = 0  # number of the step in its bucket
 
     def add(self, ratio: float, step: int) -> None:
-        if step - self.last > NEARBY:
-            self.steps = 0
         self.steps = min(self.steps + 1, MEMORY)
         self.value += (ratio - self.value) / self.steps
         self.last = step

@@ -115,14 +115,14 @@ class DraftingRunnerMixin(UpdatedRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
         self._drafted = state is None or state.num_spec_tokens_to_schedule > 0
-        if not self._drafted and self.speculator.config.spec.looks_up_alone:
-            # Lookups cost next to nothing, and their matches tell when drafts pay.
+        # Lookups cost next to nothing, and their matches tell when drafts pay.
+        alone = self.speculator.config.spec.looks_up_alone
+        if alone and not self._drafted:
             made = self.num_speculative_steps
             self.execute_model_state = state._replace(
                 num_spec_tokens_to_schedule=made
             )
-            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        elif self._drafted:
+        if alone or self._drafted:
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         else:
             output = self._sample_without_drafting(*args, **kwargs)

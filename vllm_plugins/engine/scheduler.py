@@ -100,17 +100,15 @@ class DraftingScheduler(CountingScheduler):
         assert config is not None
         self.config = config
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
-        self.policy: DraftPolicy | None = (
-            None  # None: always as many as configured
-        )
+        # None: always as many drafts as configured
+        self.policy: DraftPolicy | None = None
         self.drafts = self.num_spec_tokens  # that the latest step makes
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
         self._in_flight = 0  # steps
-        self._last_output: float | None = (
-            None  # None: the engine waited for requests
-        )
+        # When the latest output came; None: the engine waited for requests
+        self._last_output: float | None = None
         self._last_log = -math.inf
         asynchronous = self.scheduler_config.async_scheduling
         logger.info(
