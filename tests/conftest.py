@@ -255,9 +255,11 @@ _ALIVE: list[Any] = []
 @contextlib.contextmanager
 def engines(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
     """get(speculative_config, family, **settings): an engine of a tiny model; the same
-    arguments give the same engine. Those with several ranks end with the block.
+    arguments give the same engine. Of those with several ranks, which take half a
+    gigabyte a rank, the latest three live.
     """
     started: dict[str, Any] = {}
+    with_ranks: list[str] = []
 
     def get(
         speculative_config: dict[str, Any] | None = None,
@@ -269,12 +271,16 @@ def engines(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
             started[key] = start_engine(
                 tiny_model(family), speculative_config, **settings
             )
+            parallel = started[key].llm_engine.vllm_config.parallel_config
+            if parallel.world_size > 1:
+                with_ranks.append(key)
+        if len(with_ranks) > 3:
+            end_workers(started.pop(with_ranks.pop(0)))
         return started[key]
 
     yield get
-    for llm in started.values():
-        if llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-            end_workers(llm)
+    for key in with_ranks:
+        end_workers(started[key])
 
 
 @pytest.fixture(scope="session")
