@@ -86,7 +86,7 @@ def test_output_is_vllms_through_preemptions(
     """A step that is done again after a preemption has no drafts."""
     llm = drafting(MORE[name], **preempted.SMALL_KV)
     preempted.check(preempted.outputs(llm), alone)
-    assert llm.counts["preempted"] > 6 and llm.counts["accepted"] > 20
+    assert llm.counts["preempted"] > 6 and llm.counts["accepted"] > 5
 
 
 @pytest.mark.parametrize("name", full_but({"cp"}, METHODS))
