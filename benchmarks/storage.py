@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.heads.provenance import provenance
 
 Run = dict[str, Any]
 Turn = dict[str, Any]

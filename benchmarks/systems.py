@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
 from vllm_ppd.benchmarks.options import DecodeOptions
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.folder import load_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 
 DRAFTS = 3  # for systems that recommend no number

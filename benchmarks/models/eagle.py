@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from vllm_ppd.benchmarks.storage import write_json
+from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.training.loop import train
-from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch

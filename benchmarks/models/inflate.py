@@ -35,7 +35,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -14,25 +14,29 @@ from typing import Any
 import torch
 from pydantic_core import to_jsonable_python
 
-from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
-from vllm_ppd.heads.card import shown_target, write_card
+from vllm_ppd.heads.base import COUNTS_NAME, HeadsConfig
+from vllm_ppd.heads.calibration.acceptance import Texts, generate, take_prompts
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.draft_vocabulary import first_guess, most_frequent
 from vllm_ppd.heads.errors import HeadsError, TrainingError
-from vllm_ppd.heads.files import write_tensors, write_text
-from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.io import (
+from vllm_ppd.heads.files import write_tensors, write_text, writing_folder
+from vllm_ppd.heads.folder import (
     CALIBRATION_NAME,
     load_config,
     load_tensors,
     save_config,
 )
+from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.kinds import KINDS, calibration_of
-from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.measured import Timing
-from vllm_ppd.heads.planning import advice, recommend
+from vllm_ppd.heads.module import first_guess, most_frequent
+from vllm_ppd.heads.options import CalibrationOptions
+from vllm_ppd.heads.planning import Timing, advice, recommend
+from vllm_ppd.heads.provenance import (
+    provenance,
+    provenance_of,
+    shown_target,
+    trained_on,
+    write_card,
+)
 from vllm_ppd.heads.target import (
     check_on_disk,
     check_reachable,
@@ -42,14 +46,7 @@ from vllm_ppd.heads.target import (
     stored_name,
 )
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.training.parallel import device_of
-from vllm_ppd.heads.training.provenance import (
-    provenance,
-    provenance_of,
-    trained_on,
-)
-from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.weight_files import COUNTS_NAME
+from vllm_ppd.heads.training.target import Target, device_of
 
 
 @dataclass

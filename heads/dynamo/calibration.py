@@ -8,14 +8,18 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.acceptance import (
+    Drafted,
+    Texts,
+    ahead,
+    logits_at,
+    replay,
+)
 from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
-from vllm_ppd.heads.calibration.text import Texts, ahead, logits_at
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
-from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.dynamo.recipe import new_layers
+from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 

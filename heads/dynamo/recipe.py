@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo training: modified CLM (eq. 1) for token heads, with the base model frozen or
-trained, too (A.1).
+"""DynaMo's token heads and their training: modified CLM (eq. 1), with the base model
+frozen or trained, too (A.1).
 
 Each head learns the text's token at its position, the target's own distribution there,
 or both.
@@ -16,10 +16,9 @@ from torch import nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.module import DynaMoHeads
+from vllm_ppd.heads.module import first_guess
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
@@ -227,3 +226,38 @@ class DynaMoRecipe(HeadsRecipe):
 
 
 RECIPE = DynaMoRecipe
+
+
+class DynaMoHeads(nn.Module):
+    """Token heads 2..n. Head i reads what the target's last decoder layer reads, and
+    predicts the token i ahead.
+
+    A head is a decoder layer of the target's own class; the target's final norm and LM
+    head follow it, shared by all heads ("the output embeddings reuse the weights of the
+    first head"). Head 1 is the target's own last layer.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        # The names of its tensors are those of the checkpoint.
+        self.head = nn.ModuleDict(
+            {str(token): layer for token, layer in enumerate(layers, start=2)}
+        )
+
+    @property
+    def tokens(self) -> int:
+        """n: tokens of the joint, head 1 included."""
+        return len(self.head) + 1
+
+    def forward(
+        self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Head `token`, called as the target's last layer was: its hidden states before
+        the final norm.
+        """
+        output = self.head[str(token)](*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load the weights of a checkpoint's tensors."""
+        self.load_state_dict({name: tensors[name] for name in self.state_dict()})

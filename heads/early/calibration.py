@@ -8,12 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.acceptance import (
+    Drafted,
+    Texts,
+    acceptance,
+    ahead,
+    logits_at,
+    replay,
+)
 from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
 from vllm_ppd.heads.early.config import TRAINED, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.measured import Counts
+from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.folder import save_heads
+from vllm_ppd.heads.provenance import write_card
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.text import first_problem
 from vllm_ppd.heads.training.states import Reads, StatesCache

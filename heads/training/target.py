@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of a training: a frozen causal LM of transformers, whose states are read
-where heads attach.
+"""The target of a training and its device: a frozen causal LM of transformers, whose
+states are read where heads attach.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +25,41 @@ from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
 SAMPLED_VALUES = 1024  # per parameter, for the digest
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a user names; `auto` is a GPU if there is one.
+
+    Raises:
+        TrainingError: if the name is not a device, or the device does not exist.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"--device {name}: {str(error).splitlines()[0]}"
+        ) from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count() or "no"
+        raise TrainingError(
+            f"--device {name}: {count} CUDA devices are available; use another, or "
+            "--device cpu"
+        )
+    return device
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether the processor has bfloat16 instructions; others emulate them, which is
+    several times slower.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(
+        torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
 
 
 @dataclass

@@ -18,8 +18,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import check_vocabulary
+from vllm_ppd.heads.data.documents import Documents, check_vocabulary
 from vllm_ppd.heads.data.records import Document
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text

@@ -32,7 +32,7 @@ from vllm_ppd.benchmarks.models.inflate import (
 )
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 HEADS = DEMO.parent / "heads"

@@ -11,15 +11,17 @@ import os
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.data.files import check_data
+from vllm_ppd.heads.data.records import check_data
 from vllm_ppd.heads.text import in_words
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 
 if TYPE_CHECKING:
-    from vllm_ppd.heads.calibration.options import CalibrationOptions
-    from vllm_ppd.heads.fitting.options import FitOptions
-    from vllm_ppd.heads.generation.options import DataOptions
-    from vllm_ppd.heads.training.options import TrainingOptions
+    from vllm_ppd.heads.options import (
+        CalibrationOptions,
+        DataOptions,
+        FitOptions,
+        TrainingOptions,
+    )
 
 
 def kinds() -> dict[str, Command]:
@@ -59,7 +61,7 @@ def benchmarks() -> dict[str, Command]:
 def data(options: DataOptions) -> int:
     """Let the target write chats."""
     check_data(options.prompts)
-    from vllm_ppd.heads.generation.write import write_chats
+    from vllm_ppd.heads.generation import write_chats
     from vllm_ppd.vllm_plugins.cli.fit import vllm_engine
 
     file = write_chats(options, vllm_engine)
@@ -101,7 +103,7 @@ def calibrate(options: CalibrationOptions) -> int:
     """Measure a heads folder, and print what was measured and how to serve."""
     check_data(options.data)
     from vllm_ppd.heads.calibration import run
-    from vllm_ppd.heads.io import CALIBRATION_NAME
+    from vllm_ppd.heads.folder import CALIBRATION_NAME
 
     print(run.report(run.calibrate(options), options.heads))
     print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")

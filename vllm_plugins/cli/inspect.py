@@ -24,16 +24,16 @@ class InspectOptions(BaseModel):
 def run(options: InspectOptions) -> int:
     """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.errors import HeadsError
-    from vllm_ppd.heads.hub import whole_folder
-    from vllm_ppd.heads.io import (
+    from vllm_ppd.heads.folder import (
         CONFIG_NAME,
         check_folder,
         load_calibration,
         load_config,
     )
+    from vllm_ppd.heads.hub import whole_folder
+    from vllm_ppd.heads.provenance import provenance_of
     from vllm_ppd.heads.target import check_on_disk, find_target
     from vllm_ppd.heads.text import in_words
-    from vllm_ppd.heads.training.provenance import provenance_of
 
     given = options.target
     if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():

@@ -6,9 +6,8 @@ one line and 130.
 import sys
 from collections.abc import Sequence
 
-from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.errors import UserError, termination_as_interrupt
 from vllm_ppd.heads.text import LONGEST_MESSAGE, shortened
-from vllm_ppd.heads.training.signals import termination_as_interrupt
 from vllm_ppd.vllm_plugins.cli import commands, inspect
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group, Table, parse
 
@@ -18,7 +17,7 @@ COMMANDS: Table = {
         "Write data, then train and calibrate heads, as well as this machine can "
         "within a time limit. The same command resumes a stopped run.",
         commands.fit,
-        "heads.fitting.options:FitOptions",
+        "heads.options:FitOptions",
         positional="model",
     ),
     "data": Command(
@@ -26,7 +25,7 @@ COMMANDS: Table = {
         "Let the target answer prompts, or write user turns and answer them. The "
         "file has token IDs.",
         commands.data,
-        "heads.generation.options:DataOptions",
+        "heads.options:DataOptions",
     ),
     "train": Group(
         "train heads", "Train heads for a target model.", commands.kinds
@@ -36,7 +35,7 @@ COMMANDS: Table = {
         "Measure how many drafts of a heads folder are accepted, and store the best "
         "setting in it.",
         commands.calibrate,
-        "heads.calibration.options:CalibrationOptions",
+        "heads.options:CalibrationOptions",
         positional="heads",
     ),
     "bench": Group(

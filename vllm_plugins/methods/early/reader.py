@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling, draw_rows
 from vllm_ppd.kernels.topk import merge_topk, shard_topk

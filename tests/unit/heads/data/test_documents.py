@@ -14,8 +14,7 @@ from conftest import DEMO
 from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import document_prompts
+from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.vllm_plugins.cli.main import main
 

@@ -26,7 +26,7 @@ from refusals import (
 from vllm import EngineArgs
 
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.io import check_folder, load_tensors, save_heads
+from vllm_ppd.heads.folder import check_folder, load_tensors, save_heads
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError

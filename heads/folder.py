@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing
-in it is executed.
+"""The heads folder: `config.json` (speculators format), and `model.safetensors` or the
+shards of an index; nothing in it is executed.
 
 The config names the target and the sizes that the heads depend on, so a mismatch is
 refused before a model loads. A name on the Hub may be given in place of a folder
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
 from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
@@ -27,16 +29,18 @@ from vllm_ppd.heads.files import (
 )
 from vllm_ppd.heads.hub import folder_of, whole_folder
 from vllm_ppd.heads.kinds import KINDS, kind_in
-from vllm_ppd.heads.measured import Parts
-from vllm_ppd.heads.text import first_problem, quoted
-from vllm_ppd.heads.weight_files import WEIGHTS_NAME, opened_files
+from vllm_ppd.heads.planning import Parts
+from vllm_ppd.heads.text import LONGEST_VALUE, first_problem, quoted, shortened
 
 if TYPE_CHECKING:
     import torch
 
+
 Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
 CONFIG_NAME = "config.json"
 CALIBRATION_NAME = "calibration.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
@@ -250,3 +254,45 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _calibrate(folder: str | os.PathLike[str]) -> str:
     return f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
+
+
+def opened_files(
+    folder: str | os.PathLike[str], beside: Sequence[str] = ()
+) -> Iterator[Any]:
+    """Open each file of a folder's weights: the shards if there is an index and no
+    whole file.
+
+    Args:
+        folder: of the heads.
+        beside: optional files beside the weights.
+
+    Raises:
+        MissingFile: if a file is missing; pickles are never loaded.
+        HeadsError: if a file is damaged.
+    """
+    names = [WEIGHTS_NAME]
+    index = Path(folder, INDEX_NAME)
+    if index.exists() and not Path(folder, WEIGHTS_NAME).exists():
+        places = read_json_object(index).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            raise HeadsError(
+                f"{named(index)} has no weight_map; copy or write the heads again"
+            )
+        names = sorted(set(map(str, places.values())))
+    names += [name for name in beside if Path(folder, name).exists()]
+    for name in names:
+        path = Path(folder, name)
+        if not path.is_file():
+            raise MissingFile(
+                f"heads folder {quoted(str(folder))} has no {name}; save the heads as "
+                "safetensors"
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            reason = shortened(str(error), LONGEST_VALUE)
+            raise HeadsError(
+                f"{named(path)} is not whole safetensors ({reason}); copy or write "
+                "the heads again"
+            ) from None

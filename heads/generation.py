@@ -16,18 +16,17 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import document_prompts
+from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.locking import writing_file
+from vllm_ppd.heads.files import write_text, writing_file
+from vllm_ppd.heads.options import DataOptions
 from vllm_ppd.heads.text import place
 
 NUMBER = 1000  # chats to write if neither a number nor prompts are given
 STRIDE = 4  # distance between prompts from a text, in prompt lengths
 MOST_REFUSED = 2000  # consecutive user turns
 USER_TURN = "ppd user turn"  # placeholder for the user's words in a rendered chat
+Asked = tuple[int, list[int]]  # number and token IDs of a prompt to answer
 
 
 class Sampling(NamedTuple):
@@ -39,9 +38,6 @@ class Sampling(NamedTuple):
     stop_token_ids: list[int] | None = None
     stop: list[str] | None = None
     detokenize: bool = False
-
-
-Asked = tuple[int, list[int]]  # number and token IDs of a prompt to answer
 
 
 class ChatFile:

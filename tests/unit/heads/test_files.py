@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
+from vllm_ppd.heads.files import InUse, writing_file, writing_folder
 
 HOLDS = """
 import sys, time
-from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.files import writing_folder
 with writing_folder(sys.argv[1]):
     print("holds", flush=True)
     time.sleep(600)

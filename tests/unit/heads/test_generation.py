@@ -16,10 +16,10 @@ import transformers
 from conftest import Factory
 from records import TEMPLATE, templated, write
 
+from vllm_ppd.heads import generation
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.generation import write as generation
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import Sampling, write_chats
+from vllm_ppd.heads.generation import Sampling, write_chats
+from vllm_ppd.heads.options import DataOptions
 
 END = 0
 TURNS = [

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The provenance of results or heads: command, time, versions, machine, settings."""
+"""Where results and heads come from: `provenance.json` with command, time, versions,
+machine and settings, and the model card of a heads folder (README.md).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.data.records import expand
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import named, read_json_object
+from vllm_ppd.heads.files import named, read_json_object, write_text
+from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.text import first_problem
 
-NAME = "provenance.json"
+PROVENANCE_NAME = "provenance.json"
 PACKAGES = (
     "vllm-ppd",
     "vllm",
@@ -31,6 +36,9 @@ PACKAGES = (
     "accelerate",
     "pydantic",
 )
+CARD_NAME = "README.md"
+BEGIN = "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
+END = "<!-- vllm-ppd: end -->"
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def _commit() -> str | None:
     """The commit of a source checkout, with -dirty after changes; None for an installed
     package.
     """
-    here = Path(__file__).resolve().parents[2]
+    here = Path(__file__).resolve().parents[1]
     if not (
         here / ".git"
     ).exists():  # a checkout around an installed package is another project's
@@ -125,7 +133,7 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
         MissingFile: if the folder has none.
         HeadsError: if its `provenance.json` is not that of heads.
     """
-    path = Path(folder) / NAME
+    path = Path(folder) / PROVENANCE_NAME
     instead = "train the heads again, or delete it"
     try:
         return Provenance.model_validate(read_json_object(path, instead))
@@ -151,3 +159,75 @@ def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
     return [
         file["name"] for file in data_files(paths) if file in facts.data_files
     ]
+
+
+def write_card(
+    folder: str | os.PathLike[str],
+    config: HeadsConfig,
+    calibration: str | None = None,
+) -> None:
+    """Write the model card, or rewrite the part between its marks; what a user wrote
+    around them stays.
+
+    A card without the marks is the user's and is left alone.
+
+    Args:
+        folder: with the heads and, if they were trained here, their provenance.
+        config: of the heads.
+        calibration: the report of a finished calibration.
+    """
+    path = Path(folder) / CARD_NAME
+    try:
+        facts = provenance_of(folder)
+    except HeadsError:  # the heads were not trained here
+        facts = Provenance(command="", time="not known")
+    if path.exists():
+        card = path.read_text(encoding="utf-8")
+    else:
+        data = ModelCardData(
+            license=facts.options.get("license", "other"),
+            library_name="vllm",
+            pipeline_tag="text-generation",
+            base_model=config.verifier if hub_name(config.verifier) else None,
+            tags=["speculative-decoding", "vllm-ppd", "speculators", config.kind],
+        )
+        card = f"---\n{data.to_yaml()}\n---\n{BEGIN}{END}\n"
+    before, begin, rest = card.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        body = _body(config, facts, calibration)
+        write_text(path, f"{before}{BEGIN}\n\n{body}\n\n{END}{after}")
+
+
+def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> str:
+    name = shown_target(config)
+    target = config.target
+    served = name if hub_name(config.verifier) else "TARGET"
+    held_out = "".join(
+        f"\n- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
+        for key, value in facts.held_out_after.items()
+    )
+    return f"""\
+# {config.kind} heads for {name}
+
+Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target
+model, through the plugin `vllm-ppd`. The target verifies every draft, so the output keeps its
+distribution, up to rounding.
+
+- target: {name} ({target.model_type}, {target.num_hidden_layers} layers, \
+hidden size {target.hidden_size}, vocabulary {target.vocab_size})
+- heads: {config.kind}: {config.describe()}, {config.dtype}
+- recommended drafts per step: {config.num_speculative_tokens}
+- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens{held_out}
+
+    vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files
+
+## Calibration
+
+{calibration or "Not calibrated (`ppd calibrate`)."}"""
+
+
+def shown_target(config: HeadsConfig) -> str:
+    """The name of the target without the folders of the disk that it was on."""
+    name = config.verifier
+    return os.path.basename(name) if os.path.isabs(name) else name

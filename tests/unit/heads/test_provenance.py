@@ -9,8 +9,8 @@ import pytest
 from conftest import Factory
 from huggingface_hub import ModelCard
 
-from vllm_ppd.heads.card import NAME, write_card
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.folder import load_config
+from vllm_ppd.heads.provenance import CARD_NAME, write_card
 
 FACTS = {
     "command": "ppd train cp --model /secret/model",
@@ -31,7 +31,7 @@ def test_card_of_heads_that_were_trained(folder: Path) -> None:
     config = load_config(folder).model_copy(update={"verifier": "acme/target"})
     (folder / "provenance.json").write_text(json.dumps(FACTS))
     write_card(folder, config)
-    card = ModelCard.load(folder / NAME)
+    card = ModelCard.load(folder / CARD_NAME)
     assert (card.data.license, card.data.base_model) == (
         "apache-2.0",
         "acme/target",
@@ -45,7 +45,7 @@ def test_card_of_heads_that_were_trained(folder: Path) -> None:
 def test_what_a_user_wrote_stays(folder: Path) -> None:
     config = load_config(folder)
     write_card(folder, config)
-    path = folder / NAME
+    path = folder / CARD_NAME
     assert config.verifier not in path.read_text(), "folders of this disk"
     edited = path.read_text().replace("license: other", "license: mit")
     path.write_text(f"{edited}\nMy own words.\n")
