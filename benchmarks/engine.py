@@ -153,7 +153,7 @@ def start(system: System, arguments: dict[str, Any]) -> Any:
     if is_cpu():
         # vLLM's own methods sample wrongly on this backend; compare them without that
         # mistake.
-        from vllm_ppd.vllm_plugins.engine.cpu.workarounds import (
+        from vllm_ppd.vllm_plugins.engine.cpu.native import (
             mend_workers_to_come,
         )
 

@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins import patches, register
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
+from vllm_ppd.vllm_plugins.engine.cpu.native import mend_workers_to_come
 from vllm_ppd.vllm_plugins.patches import start
 
 register()

@@ -19,7 +19,7 @@ from torch import distributed
 from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.cpu.workarounds import unlink_shared_memory
+from vllm_ppd.vllm_plugins.engine.cpu.native import unlink_shared_memory
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy import ndarray
 from numpy.lib.stride_tricks import sliding_window_view
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import unpacked
+from vllm_ppd.vllm_plugins.engine.cpu.tables import unpacked
 
 FORCED = 1.0e9  # logit
 

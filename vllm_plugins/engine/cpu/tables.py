@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of buffer_utils.py, block_table.py and worker/utils.py: writes, block tables, slots."""
+"""Kernels of buffer_utils.py, block_table.py and worker/utils.py: writes, block tables,
+slots; views of memory, and the arithmetic of ragged batches.
+"""
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import (
-    lengths_between,
-    table_at,
-)
-
 INT32_BYTES = 4
+# Of a table behind a pointer; only rows that exist are touched
+MAX_ROWS = 1 << 16
 
 
 def apply_write(
@@ -127,3 +127,41 @@ def zero_kv_blocks(
         size = int(seg_page_sizes[segment]) * INT32_BYTES
         for block in block_ids.tolist():
             ctypes.memset(address + block * stride, 0, size)
+
+
+def bytes_at(pointer: int, number: int) -> Any:
+    """The bytes that begin at an address."""
+    return (ctypes.c_uint8 * number).from_address(int(pointer))
+
+
+@functools.lru_cache(maxsize=256)
+def table_at(pointer: int, num_columns: int) -> ndarray:
+    """The int32 table [MAX_ROWS, num_columns] that begins at an address."""
+    size = MAX_ROWS * int(num_columns)
+    table = np.frombuffer(bytes_at(pointer, 4 * size), dtype=np.int32)
+    return table.reshape(MAX_ROWS, -1)
+
+
+def lengths_between(starts: ndarray, items: ndarray) -> ndarray:
+    """The lengths of the items, given where they begin and the last ends: [items]."""
+    return np.diff(starts[: len(items) + 1])
+
+
+def spans(lengths: ndarray) -> tuple[ndarray, ndarray]:
+    """The items of consecutive spans.
+
+    Args:
+        lengths: [spans].
+
+    Returns:
+        (the span of each item, its index within that span), both [sum of lengths].
+    """
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    first_items = np.cumsum(lengths) - lengths
+    return owners, np.arange(len(owners)) - first_items[owners]
+
+
+def unpacked(words: ndarray, count: int) -> ndarray:
+    """The first bits of packed int32 words [words], from the lowest on: [count] bool."""
+    bits = np.unpackbits(words.view(np.uint8), count=count, bitorder="little")
+    return bits.view(bool)
