@@ -24,8 +24,11 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 from vllm_ppd.heads.module import columns, most_frequent
 from vllm_ppd.kernels.sampling import INVALID
 from vllm_ppd.model_patches.base import ModelCut
-from vllm_ppd.model_patches.branched import BranchedModel, TappedModel
-from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.model_patches.branched import (
+    BranchedModel,
+    TappedModel,
+    build_layers,
+)
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
