@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from vllm_ppd.benchmarks import BASE, BenchError
 from vllm_ppd.benchmarks.engine import EngineProcess, decode_batch
-from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
-from vllm_ppd.benchmarks.storage import Results, Run, turns_of
-from vllm_ppd.benchmarks.systems import System, systems_of
+from vllm_ppd.benchmarks.storage import BASE, BenchError, Results, Run, turns_of
+from vllm_ppd.benchmarks.systems import DecodeOptions, System, systems_of
 from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
 

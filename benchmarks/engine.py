@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.benchmarks.systems import System
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

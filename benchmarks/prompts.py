@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.storage import BenchError
 
 SHORTEST = 4  # tokens
 # Distance between two pieces of a long text, in pieces: their continuations should

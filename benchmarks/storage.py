@@ -5,14 +5,20 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.provenance import provenance
 
+BASE = "vLLM"  # the system without speculation, to which others are compared
+CONTROL = "vLLM, again"  # a second engine of it, which shows the noise
 Run = dict[str, Any]
 Turn = dict[str, Any]
 # What a continued run shares
 SAME = ("options", "contenders", "versions", "machine", "git")
+
+
+class BenchError(UserError):
+    """Bad input of a benchmark, or an engine that fails."""
 
 
 def turns_of(run: Run, **place: Any) -> list[Turn]:

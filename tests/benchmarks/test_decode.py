@@ -13,12 +13,10 @@ import pytest
 from conftest import DEMO, ROOT
 from records import templated
 
-from vllm_ppd.benchmarks import BASE, CONTROL, BenchError
 from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
-from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
-from vllm_ppd.benchmarks.storage import Results
-from vllm_ppd.benchmarks.systems import systems_of
+from vllm_ppd.benchmarks.storage import BASE, CONTROL, BenchError, Results
+from vllm_ppd.benchmarks.systems import DecodeOptions, systems_of
 from vllm_ppd.vllm_plugins.cli.arguments import parse
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 

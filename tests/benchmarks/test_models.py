@@ -19,17 +19,15 @@ from records import templated, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
-from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest
-from vllm_ppd.benchmarks.models.answers import run as unpack
-from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.inflate import (
     InflateOptions,
     inflate_heads,
     inflate_model,
     run,
 )
+from vllm_ppd.benchmarks.models.texts import UnpackOptions, digest, split, unpack
+from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.folder import load_tensors, save_heads

@@ -30,7 +30,7 @@ def calibration(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Calibration]]:
     """calibration(variant) on held-out files, the target found from the repository's root."""
-    from vllm_ppd.benchmarks.models.corpus import split
+    from vllm_ppd.benchmarks.models.texts import split
 
     data = write_texts(
         tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1]

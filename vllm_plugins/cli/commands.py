@@ -53,7 +53,7 @@ def benchmarks() -> dict[str, Command]:
             "Decode batches with vLLM alone, with heads, and with vLLM's own "
             "speculative methods, in turns.",
             decode,
-            "benchmarks.options:DecodeOptions",
+            "benchmarks.systems:DecodeOptions",
         ),
     }
 
