@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd inspect HEADS` describes heads and their target, and says whether they will load."""
+"""The entry point of `ppd` and its commands. Bad input ends with one line and exit code 2,
+a signal with one line and 130.
 
-from __future__ import annotations
+Each command takes its options and returns the exit code. torch and transformers take
+seconds to import, so data is checked first.
+"""
 
 import math
 import os
@@ -9,22 +12,25 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
 from vllm_ppd.heads.data.records import check_data
-from vllm_ppd.heads.errors import UserError, termination_as_interrupt
+from vllm_ppd.heads.errors import (
+    HeadsError,
+    MissingFile,
+    UserError,
+    termination_as_interrupt,
+)
+from vllm_ppd.heads.options import (
+    CalibrationOptions,
+    DataOptions,
+    FitOptions,
+    TrainingOptions,
+)
 from vllm_ppd.heads.text import LONGEST_MESSAGE, in_words, shortened
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group, Table, parse
-
-if TYPE_CHECKING:
-    from vllm_ppd.heads.options import (
-        CalibrationOptions,
-        DataOptions,
-        FitOptions,
-        TrainingOptions,
-    )
 
 
 class InspectOptions(BaseModel):
@@ -38,82 +44,6 @@ class InspectOptions(BaseModel):
         validation_alias=AliasChoices("target", "model"),
         description="target to check against (default: the one that the heads name)",
     )
-
-
-def inspect(options: InspectOptions) -> int:
-    """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
-    from vllm_ppd.heads.errors import HeadsError
-    from vllm_ppd.heads.folder import (
-        CONFIG_NAME,
-        check_folder,
-        load_calibration,
-        load_config,
-    )
-    from vllm_ppd.heads.hub import whole_folder
-    from vllm_ppd.heads.provenance import provenance_of
-    from vllm_ppd.heads.target import check_on_disk, find_target
-    from vllm_ppd.heads.text import in_words
-
-    given = options.target
-    if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():
-        raise HeadsError(
-            f"--target {given}: the folder has no {CONFIG_NAME}; give the folder of a "
-            "model"
-        )
-    folder = whole_folder(options.heads, ["*.json"])
-    config = load_config(folder)
-    is_fetched = folder == options.heads or any(
-        Path(folder).glob("*.safetensors")
-    )
-    if is_fetched:
-        check_folder(folder)
-    shapes = config.shapes().values()
-    weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
-    lines = {"kind": config.kind}
-    lines |= config.model_dump(
-        mode="json", exclude={"fingerprint", "layer_tensors"}
-    )
-    lines["weights"] = weights if is_fetched else f"{weights}, not fetched"
-    lines["trained"] = _if_there(
-        lambda: "{0.time} ({0.command})".format(provenance_of(folder))
-    )
-    lines["calibrated"] = _if_there(lambda: load_calibration(folder) and "yes")
-    width = max(map(len, lines))
-    for field, value in lines.items():
-        print(f"{field:<{width}}  {in_words(value)}")
-    target = given or find_target(config.verifier, folder)
-    try:
-        other_weights = check_on_disk(config, folder, target)
-    except HeadsError:
-        print("will load: no")
-        raise
-    if other_weights is None:
-        reason = f" {target!r}, which is not on this disk"
-        verdict = (
-            "not known: the folder is valid, but was not compared with its target"
-            f"{reason if target else ', which it does not name'} (give --target DIR)"
-        )
-    else:
-        reason = f" ({other_weights})" if other_weights else ""
-        verdict = f"yes, with {target}{reason}"
-    if not is_fetched:
-        verdict += "; weights are checked after they are fetched (`hf download`)"
-    print(f"will load: {verdict}")
-    return 0
-
-
-def _if_there(read: Callable[[], object]) -> str:
-    """A value from an optional file of heads, or why there is none, which does not keep
-    heads from loading.
-    """
-    from vllm_ppd.heads.errors import HeadsError, MissingFile
-
-    try:
-        return str(read())
-    except MissingFile:
-        return "no"
-    except HeadsError as error:
-        return str(error)
 
 
 def kinds() -> dict[str, Command]:
@@ -145,7 +75,7 @@ def benchmarks() -> dict[str, Command]:
             "Decode batches with vLLM alone, with heads, and with vLLM's own "
             "speculative methods, in turns.",
             decode,
-            "benchmarks.systems:DecodeOptions",
+            resolve_name("vllm_ppd.benchmarks.systems:DecodeOptions"),
         ),
     }
 
@@ -210,13 +140,85 @@ def decode(options: Any) -> int:
     return 0
 
 
+def inspect(options: InspectOptions) -> int:
+    """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
+    from vllm_ppd.heads.folder import (
+        CONFIG_NAME,
+        check_folder,
+        load_calibration,
+        load_config,
+    )
+    from vllm_ppd.heads.hub import whole_folder
+    from vllm_ppd.heads.provenance import provenance_of
+    from vllm_ppd.heads.target import check_on_disk, find_target
+
+    given = options.target
+    if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():
+        raise HeadsError(
+            f"--target {given}: the folder has no {CONFIG_NAME}; give the folder of a "
+            "model"
+        )
+    folder = whole_folder(options.heads, ["*.json"])
+    config = load_config(folder)
+    is_fetched = folder == options.heads or any(
+        Path(folder).glob("*.safetensors")
+    )
+    if is_fetched:
+        check_folder(folder)
+    shapes = config.shapes().values()
+    weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
+    lines = {"kind": config.kind}
+    lines |= config.model_dump(
+        mode="json", exclude={"fingerprint", "layer_tensors"}
+    )
+    lines["weights"] = weights if is_fetched else f"{weights}, not fetched"
+    lines["trained"] = _if_there(
+        lambda: "{0.time} ({0.command})".format(provenance_of(folder))
+    )
+    lines["calibrated"] = _if_there(lambda: load_calibration(folder) and "yes")
+    width = max(map(len, lines))
+    for field, value in lines.items():
+        print(f"{field:<{width}}  {in_words(value)}")
+    target = given or find_target(config.verifier, folder)
+    try:
+        other_weights = check_on_disk(config, folder, target)
+    except HeadsError:
+        print("will load: no")
+        raise
+    if other_weights is None:
+        reason = f" {target!r}, which is not on this disk"
+        verdict = (
+            "not known: the folder is valid, but was not compared with its target"
+            f"{reason if target else ', which it does not name'} (give --target DIR)"
+        )
+    else:
+        reason = f" ({other_weights})" if other_weights else ""
+        verdict = f"yes, with {target}{reason}"
+    if not is_fetched:
+        verdict += "; weights are checked after they are fetched (`hf download`)"
+    print(f"will load: {verdict}")
+    return 0
+
+
+def _if_there(read: Callable[[], object]) -> str:
+    """A value from an optional file of heads, or why there is none, which does not keep
+    heads from loading.
+    """
+    try:
+        return str(read())
+    except MissingFile:
+        return "no"
+    except HeadsError as error:
+        return str(error)
+
+
 COMMANDS: Table = {
     "fit": Command(
         "make heads for a model within a time limit",
         "Write data, then train and calibrate heads, as well as this machine can "
         "within a time limit. The same command resumes a stopped run.",
         fit,
-        "heads.options:FitOptions",
+        FitOptions,
         positional="model",
     ),
     "data": Command(
@@ -224,7 +226,7 @@ COMMANDS: Table = {
         "Let the target answer prompts, or write user turns and answer them. The "
         "file has token IDs.",
         data,
-        "heads.options:DataOptions",
+        DataOptions,
     ),
     "train": Group("train heads", "Train heads for a target model.", kinds),
     "calibrate": Command(
@@ -232,7 +234,7 @@ COMMANDS: Table = {
         "Measure how many drafts of a heads folder are accepted, and store the best "
         "setting in it.",
         calibrate,
-        "heads.options:CalibrationOptions",
+        CalibrationOptions,
         positional="heads",
     ),
     "bench": Group(
