@@ -34,8 +34,8 @@ class DecodeOptions(BaseModel):
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
         min_length=1,
-        description="prompts: .jsonl files with prompt_token_ids, messages, prompt "
-        "or text, and optionally category",
+        description="prompts: files as `ppd data` reads them, whose records may have a "
+        "category",
     )
     heads: tuple[str, ...] = Field((), description="heads folders, each a system")
     plain: Annotated[tuple[Literal["ppd", "ngram", "none"], ...], COMMAS] = Field(

@@ -211,7 +211,7 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     """
     documents = Documents(options.prompts, tokenizer, system=options.system)
     count = 0
-    for prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
+    for _, prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
         for ids in prompts:
             if ids and len(ids) < options.max_length:
                 count += 1

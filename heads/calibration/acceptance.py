@@ -127,7 +127,7 @@ def take_prompts(
     """
     rows = []
     documents = Documents(data, target.tokenizer)
-    for prompts in document_prompts(documents, length):
+    for _, prompts in document_prompts(documents, length):
         pieces = [ids for ids in prompts if 0 < len(ids) <= longest]
         for ids in pieces:
             check_vocabulary(ids, target.vocab_size)

@@ -95,8 +95,10 @@ class Documents:
     def _documents(self, record: Any, where: str) -> list[Document]:
         """The documents of a record, which is counted."""
         document = parse_record(record, where)
+        category = str(record.get("category", ""))
         if isinstance(document, Chat):
             document = render(document, where, self.tokenizer, self._system)
+        document = replace(document, category=category)
         if not self._by_answer:
             self.count += 1
             return [document]
@@ -302,9 +304,9 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def document_prompts(
     documents: Documents, length: int, stride: int = 1
-) -> Iterator[list[list[int]]]:
-    """The prompts of each document in turn, as token IDs: the record's own, which may
-    have any length, or successive pieces of its text.
+) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with its prompts as token IDs: the record's own, which may have any
+    length, or successive pieces of its text.
 
     Args:
         documents: users' data.
@@ -319,20 +321,20 @@ def document_prompts(
     size = max(1, length - len(before) - len(after))
     for document in documents.tokens():
         if document.prompt_ids is not None:
-            yield [document.prompt_ids]
+            yield document, [document.prompt_ids]
         elif document.prompt:
             encoded = tokenizer(
                 document.prompt,
                 add_special_tokens=not document.is_chat,
                 verbose=False,
             )
-            yield [list(encoded["input_ids"])]
+            yield document, [list(encoded["input_ids"])]
         else:
             ids = document.ids or []
             text = ids[len(before) : len(ids) - len(after)]
             starts = range(0, len(text) - size + 1, stride * size)
             pieces = [text[start : start + size] for start in starts]
-            yield [[*before, *piece, *after] for piece in pieces]
+            yield document, [[*before, *piece, *after] for piece in pieces]
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:

@@ -62,6 +62,7 @@ class Document:
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
     mask: list[bool] | None = None  # which of `ids` the model writes
     cut_off: bool = False  # whether the response goes on after the document's end
+    category: str = ""  # as the record names it
 
     @property
     def has_response(self) -> bool:
