@@ -61,7 +61,7 @@ def decode(options: DecodeOptions) -> str:
     contenders = {system.name: system.identity() for system in systems}
     runs = [
         results.run_of(
-            {**options.settings(), "temperature": temperature}, contenders
+            {**options.essence(), "temperature": temperature}, contenders
         )
         for temperature in options.temperatures
     ]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts as token ids, from users' data."""
 
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple
 
 from vllm_ppd.benchmarks.storage import BenchError
-from vllm_ppd.heads.data.documents import Documents, document_prompts
+from vllm_ppd.heads.data.documents import Documents, document_prompts, in_turns
 
 SHORTEST = 4  # tokens
 # Distance between two pieces of a long text, in pieces: their continuations should
@@ -47,26 +47,19 @@ def read_prompts(
     tokenizer = AutoTokenizer.from_pretrained(
         model, trust_remote_code=trust_remote_code
     )
-    turns: list[tuple[int, Prompt]] = []
-    seen: Counter[str] = Counter()
-    left_out = 0
+    rows: defaultdict[str | int, list[Prompt]] = defaultdict(list)
     documents = Documents(data, tokenizer)
-    for document, prompts in document_prompts(documents, longest, STRIDE):
+    for number, (document, prompts) in enumerate(
+        document_prompts(documents, longest, STRIDE)
+    ):
         category = document.category
         # A text that is shorter than a piece is a prompt as a whole
-        for number, ids in enumerate(prompts or [document.ids or []]):
+        for ids in prompts or [document.ids or []]:
             if SHORTEST <= len(ids) <= longest:
-                # The first pieces of all texts come before the second ones
-                turn = number
-                if category:
-                    turn += seen[category]
-                turns.append((turn, Prompt(ids, category)))
-            else:
-                left_out += 1
-        seen[category] += 1
-    if not turns:
+                rows[category or number].append(Prompt(ids, category))
+    if not rows:
         raise BenchError(
-            f"{', '.join(data)}: none of {left_out} prompts has {SHORTEST} to "
-            f"{longest} tokens; give other data, or more --prompt-tokens"
+            f"{', '.join(data)}: no prompt has {SHORTEST} to {longest} tokens; give "
+            "other data, or more --prompt-tokens"
         )
-    return [prompt for _, prompt in sorted(turns, key=lambda turn: turn[0])]
+    return in_turns(rows.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.provenance import provenance
 
 BASE = "vLLM"  # the system without speculation, to which others are compared
@@ -24,12 +24,6 @@ class BenchError(UserError):
 def turns_of(run: Run, **place: Any) -> list[Turn]:
     """The turns of a run with these values, such as those of a contender."""
     return [turn for turn in run["turns"] if place.items() <= turn.items()]
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write a file as a whole: a process that is killed leaves the old content or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 class Results:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Json
+from pydantic import Field, Json
 
 from vllm_ppd.benchmarks.storage import BASE, CONTROL, BenchError
 from vllm_ppd.heads.folder import load_config
+from vllm_ppd.heads.options import Options
 from vllm_ppd.heads.text import COMMAS, Integers
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 
@@ -24,11 +25,23 @@ MICRO_STEPS = 8  # most tokens that a worker group gives a request per step
 STAGES = {"pipeline_parallel_size": 2}
 
 
-class DecodeOptions(BaseModel):
+class DecodeOptions(Options):
     """What is compared, on which prompts, and how often."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=()
+    # Those that name systems are stored with these
+    free = frozenset(
+        {
+            "heads",
+            "plain",
+            "eagle",
+            "also",
+            "group",
+            "adaptive",
+            "drafts",
+            "rounds",
+            "temperatures",
+            "out",
+        }
     )
 
     model: str = Field(description="target")
@@ -127,21 +140,6 @@ class DecodeOptions(BaseModel):
     trust_remote_code: bool = Field(
         False, description="run code that comes with the model"
     )
-
-    def settings(self) -> dict[str, Any]:
-        """What a run must share with a stopped one to continue it, apart from the systems."""
-        systems = {
-            "heads",
-            "plain",
-            "eagle",
-            "also",
-            "group",
-            "adaptive",
-            "drafts",
-        }
-        return self.model_dump(
-            mode="json", exclude=systems | {"rounds", "temperatures", "out"}
-        )
 
 
 @dataclass(frozen=True)

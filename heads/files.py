@@ -58,6 +58,12 @@ def write_text(path: Path, text: str) -> None:
         new.write_text(text, encoding="utf-8")
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all; its folder is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file whole or not at all.
 

@@ -9,7 +9,6 @@ refused before a model loads. A name on the Hub may be given in place of a folde
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import (
     named,
     read_json_object,
+    write_json,
     write_tensors,
-    write_text,
 )
 from vllm_ppd.heads.hub import folder_of, whole_folder
 from vllm_ppd.heads.kinds import KINDS, kind_in
@@ -206,9 +205,7 @@ def save_heads(
 
 def save_config(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
     """Write the configuration of heads whose weights exist already."""
-    write_text(
-        Path(folder) / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n"
-    )
+    write_json(Path(folder) / CONFIG_NAME, config.to_json())
 
 
 def load_calibration(folder: str | os.PathLike[str]) -> Parts:

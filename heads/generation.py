@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
-from vllm_ppd.heads.files import write_text, writing_file
+from vllm_ppd.heads.files import write_json, writing_file
 from vllm_ppd.heads.options import DataOptions
 from vllm_ppd.heads.text import place
 
@@ -76,7 +76,7 @@ class ChatFile:
             written = f"--out {place(path)} was written"
             refuse_other_options(written, stored, essence, "another file")
             self._read()
-        write_text(options, json.dumps(essence, indent=2) + "\n")
+        write_json(options, essence)
 
     def append(self, asked: list[Asked], answers: Iterable[Any]) -> None:
         """Append a batch of vLLM's answers, and wait until it is on disk."""

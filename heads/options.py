@@ -15,10 +15,24 @@ from vllm_ppd.heads.planning import Share
 from vllm_ppd.heads.text import COMMAS
 
 
-class FitOptions(BaseModel):
+class Options(BaseModel):
+    """Options of a command, which refuse unknown names."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=()
+    )
+    # Those that may change before a stopped run continues
+    free: ClassVar[frozenset[str]] = frozenset()
+
+    def essence(self) -> dict[str, Any]:
+        """The options that must be the same for a stopped run to continue."""
+        return self.model_dump(mode="json", exclude=set(self.free))
+
+
+class FitOptions(Options):
     """Write data, then train and calibrate heads, within a time limit. The same command resumes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    free = frozenset({"out", "trust_remote_code", "license"})
 
     model: str = Field(
         description=(
@@ -52,17 +66,20 @@ class FitOptions(BaseModel):
         description="license of the heads for their model card, as the Hub names it",
     )
 
-    def essence(self) -> dict[str, Any]:
-        """The options that must be the same for a stopped run to continue."""
-        return self.model_dump(
-            mode="json", exclude={"out", "trust_remote_code", "license"}
-        )
 
-
-class DataOptions(BaseModel):
+class DataOptions(Options):
     """Let the target answer prompts, or write user turns and answer them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    free = frozenset(
+        {
+            "out",
+            "number",
+            "batch",
+            "precision",
+            "kv_cache_gib",
+            "trust_remote_code",
+        }
+    )
 
     model: str = Field(
         description="target: a causal LM folder or Hub name that vLLM can load"
@@ -119,24 +136,24 @@ class DataOptions(BaseModel):
         False, description="run code that comes with the model"
     )
 
-    def essence(self) -> dict[str, Any]:
-        """The options that must be the same for a stopped run to continue."""
-        free = {
-            "out",
-            "number",
-            "batch",
-            "precision",
-            "kv_cache_gib",
-            "trust_remote_code",
-        }
-        return self.model_dump(mode="json", exclude=free)
 
-
-class TrainingOptions(BaseModel):
+class TrainingOptions(Options):
     """Options that all kinds of heads share."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     kind: ClassVar[str]
+    free = frozenset(
+        {
+            "out",
+            "save_every",
+            "device",
+            "evaluation_tokens",
+            "license",
+            "states_cache_gb",
+            "learning_rate",
+            "base_learning_rate",
+            "stem_learning_rate",
+        }
+    )
 
     model: str = Field(
         description="target: a causal LM folder or hub name that transformers can load"
@@ -268,19 +285,7 @@ class TrainingOptions(BaseModel):
         return value
 
     def essence(self) -> dict[str, Any]:
-        """The options that must be the same for a stopped run to continue."""
-        free = {
-            "out",
-            "save_every",
-            "device",
-            "evaluation_tokens",
-            "license",
-            "states_cache_gb",
-            "learning_rate",
-            "base_learning_rate",
-            "stem_learning_rate",
-        }
-        options = self.model_dump(mode="json", exclude=free)
+        options = super().essence()
         # Without a cache, the windows of later epochs start elsewhere.
         options["states_cache"] = self.states_cache is not None
         return {"kind": self.kind, **options}
@@ -311,12 +316,8 @@ class FullOptions(TrainingOptions):
     )
 
 
-class CalibrationOptions(BaseModel):
+class CalibrationOptions(Options):
     """Measure how many drafts of a heads folder are accepted, and store the best setting in it."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=()
-    )
 
     heads: str = Field(
         description="heads folder to measure; calibration.json is written into it"

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.data.records import expand
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object, write_text
 from vllm_ppd.heads.hub import hub_name
+from vllm_ppd.heads.planning import Stored
 from vllm_ppd.heads.text import first_problem
 
 PROVENANCE_NAME = "provenance.json"
@@ -111,10 +112,9 @@ def _commit() -> str | None:
     return run.stdout.strip() or None
 
 
-class Provenance(BaseModel):
+class Provenance(Stored):
     """The fields of `provenance.json` that are read again."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
     command: str
     time: str
     tokens: int | None = None

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from vllm_ppd.benchmarks.storage import write_json
+from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.recipe import Counts, Recipe
@@ -140,7 +140,7 @@ class Eagle(Recipe):
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         return {"the target's token": round(counts["right"] / counts["known"], 4)}
 
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         tensors = {"fc.weight": self.fc.weight.detach()}
         for name, tensor in self.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = tensor
@@ -152,7 +152,7 @@ class Eagle(Recipe):
             "torch_dtype": "bfloat16",
         }
         write_json(out / "config.json", self.target.config.to_dict() | changes)
-        (out / "provenance.json").write_text(provenance)
+        write_json(out / "provenance.json", provenance)
 
 
 def run(options: EagleOptions) -> int:

@@ -31,10 +31,12 @@ from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 
-from vllm_ppd.benchmarks.storage import BenchError, provenance, write_json
+from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.folder import load_tensors, save_heads
+from vllm_ppd.heads.provenance import provenance
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from vllm_ppd.heads.base import COUNTS_NAME, HeadsConfig
 from vllm_ppd.heads.calibration.acceptance import Texts, generate, take_prompts
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import HeadsError, TrainingError
-from vllm_ppd.heads.files import write_tensors, write_text, writing_folder
+from vllm_ppd.heads.files import write_json, write_tensors, writing_folder
 from vllm_ppd.heads.folder import (
     CALIBRATION_NAME,
     load_config,
@@ -229,9 +228,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
             save_recommended(folder, config, chosen)
         shown = report(result | {"target": shown_target(config)})
         write_card(folder, config, shown)
-        write_text(
-            Path(folder) / CALIBRATION_NAME, json.dumps(result, indent=1) + "\n"
-        )
+        write_json(Path(folder) / CALIBRATION_NAME, result)
     return result
 
 

@@ -74,7 +74,7 @@ def train(
                 data_files=files,
                 **facts,
             )
-            run.recipe.write(run.out, json.dumps(facts, indent=2) + "\n")
+            run.recipe.write(run.out, facts)
             shutil.rmtree(run.work)
         run.processes.wait_for_everyone()
     return facts

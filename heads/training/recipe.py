@@ -13,9 +13,9 @@ from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.folder import save_heads
-from vllm_ppd.heads.provenance import write_card
+from vllm_ppd.heads.provenance import PROVENANCE_NAME, write_card
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.text import first_problem
 from vllm_ppd.heads.training.states import Reads, StatesCache
@@ -161,7 +161,7 @@ class Recipe(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         """Write the trained modules to a folder, and `provenance.json` last, as a mark
         that it is complete.
         """
@@ -218,11 +218,11 @@ class HeadsRecipe(Recipe):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The heads' `model.safetensors`."""
 
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         config = self.config()
         config = config.model_copy(
             update={"verifier": stored_name(config.verifier, out)}
         )
         save_heads(out, config, self.tensors())
-        write_text(out / "provenance.json", provenance)
+        write_json(out / PROVENANCE_NAME, provenance)
         write_card(out, config)

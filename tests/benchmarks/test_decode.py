@@ -237,7 +237,7 @@ def test_categories_take_turns(tmp_path: Path) -> None:
 
 def test_data_without_prompts_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", {"prompt_token_ids": [1, 2]})
-    with pytest.raises(BenchError, match="none of 1 prompts has 4 to 9 tokens"):
+    with pytest.raises(BenchError, match="no prompt has 4 to 9 tokens"):
         read_prompts(data, str(DEMO), 9)
 
 

@@ -25,7 +25,7 @@ from vllm_ppd.heads.errors import (
     loading,
     refuse_other_options,
 )
-from vllm_ppd.heads.files import write_text, writing_folder
+from vllm_ppd.heads.files import write_json, write_text, writing_folder
 from vllm_ppd.heads.folder import CONFIG_NAME, read_calibration
 from vllm_ppd.heads.generation import write_chats
 from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
@@ -120,7 +120,7 @@ class Fit:
         refuse_other_options(
             f"{place(folder)} is of a fit", theirs, ours, "another --out"
         )
-        write_text(kept, json.dumps(ours) + "\n")
+        write_json(kept, ours)
 
     def data(self) -> None:
         """Write answers to prompts and, if the user gives none, chats that the model begins."""
@@ -198,7 +198,7 @@ class Fit:
         ).exists():  # the file that is written last
             kept = self.folder / "training.json"
             if not kept.exists():
-                write_text(kept, json.dumps(self._training_options()) + "\n")
+                write_json(kept, self._training_options())
             chosen = json.loads(kept.read_text())
             loop.train(CPOptions(**chosen, license=self.options.license))
         shutil.rmtree(self.out / WORK, ignore_errors=True)
