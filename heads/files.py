@@ -119,31 +119,31 @@ class InUse(HeadsError):
 
 
 def writing_folder(
-    folder: str | os.PathLike[str], named: str = "--out"
+    folder: str | os.PathLike[str], name: str = "--out"
 ) -> contextlib.AbstractContextManager[None]:
     """Become the only writer of a folder, which is made if it is missing.
 
     Args:
         folder: what is written.
-        named: its name in messages, before its path.
+        name: of the folder in messages, before its path.
 
     Raises:
         InUse: if another process is writing it.
         HeadsError: if it cannot be made or written.
     """
-    return _locked(Path(folder) / ".lock", f"{named} {folder}")
+    return _locked(Path(folder) / ".lock", f"{name} {folder}")
 
 
 def writing_file(
-    path: str | os.PathLike[str], named: str = "--out"
+    path: str | os.PathLike[str],
 ) -> contextlib.AbstractContextManager[None]:
-    """Become the only writer of a file; its folder is made if it is missing.
+    """Become the only writer of a file, that of --out; its folder is made if it is missing.
 
     Raises:
         InUse, HeadsError: as writing_folder.
     """
     real = Path(path).resolve()
-    return _locked(real.with_name(f".{real.name}.lock"), f"{named} {path}")
+    return _locked(real.with_name(f".{real.name}.lock"), f"--out {path}")
 
 
 @contextlib.contextmanager

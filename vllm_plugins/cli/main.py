@@ -144,9 +144,9 @@ def inspect(options: InspectOptions) -> int:
     """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.folder import (
         CONFIG_NAME,
-        check_folder,
         load_calibration,
         load_config,
+        load_tensors,
     )
     from vllm_ppd.heads.hub import whole_folder
     from vllm_ppd.heads.provenance import provenance_of
@@ -164,7 +164,7 @@ def inspect(options: InspectOptions) -> int:
         Path(folder).glob("*.safetensors")
     )
     if is_fetched:
-        check_folder(folder)
+        load_tensors(folder)
     shapes = config.shapes().values()
     weights = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors"
     lines = {"kind": config.kind}

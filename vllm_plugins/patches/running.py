@@ -74,13 +74,11 @@ def make_core(
     follow_step_costs(self)
 
 
-def follow_step_costs(core: Any, again: bool = False) -> None:
-    """Let an EngineCore's scheduler choose by step costs, which are measured again if `again`."""
+def follow_step_costs(core: Any) -> None:
+    """Let an EngineCore's scheduler choose by step costs."""
     config = active_config(core.vllm_config)
     if config is not None and config.adaptive:
-        costs = core.model_executor.collective_rpc(
-            "step_costs", kwargs={"again": again}
-        )[0]
+        costs = core.model_executor.collective_rpc("step_costs")[0]
         core.scheduler.follow(costs)
 
 

@@ -91,31 +91,6 @@ KERNELS: dict[str, Callable[..., None]] = {
     ),
 }
 
-# Modules of vLLM with kernels of which there is none here, and the setting that reaches
-# them.
-MISSING = {
-    f"{RUNNER}.cp_utils": "--decode-context-parallel-size",
-    f"{RUNNER}.sample.batch_shard": "--enable-batch-sharded-sampling",
-    f"{RUNNER}.sample.watermark": "--watermark-config",
-    f"{RUNNER}.model_states.mamba_hybrid": "a model with a recurrent state",
-    f"{RUNNER}.model_states.recoverssm": "a model with a recurrent state",
-    "vllm.v1.worker.mamba_utils": "a model with a recurrent state",
-    f"{RUNNER}.spec_decode.acceptance_estimator": "adaptive verification",
-    f"{RUNNER}.spec_decode.rejection_sampler_utils": "a speculative method of vLLM's own",
-    f"{RUNNER}.spec_decode": "a speculative method of vLLM's own",
-}
-
-
-def missing_kernels(module: str) -> str | None:
-    """The setting that reaches a module's, or a kernel's, entry in MISSING; None
-    without an entry.
-    """
-    while module:
-        if module in MISSING:
-            return MISSING[module]
-        module = module.rpartition(".")[0]
-    return None
-
 
 def needed() -> bool:
     """Whether runner V2 would run on a CPU without Triton in this process."""

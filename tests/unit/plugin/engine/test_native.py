@@ -29,6 +29,20 @@ SOURCES = [
     VLLM / "v1/worker/mamba_utils.py",
 ]
 
+# Modules of vLLM with kernels of which there is none here, by the setting that reaches
+# them.
+MISSING = (
+    f"{native.RUNNER}.cp_utils.",  # --decode-context-parallel-size
+    f"{native.RUNNER}.sample.batch_shard.",  # --enable-batch-sharded-sampling
+    f"{native.RUNNER}.sample.watermark.",  # --watermark-config
+    # A model with a recurrent state
+    f"{native.RUNNER}.model_states.mamba_hybrid.",
+    f"{native.RUNNER}.model_states.recoverssm.",
+    "vllm.v1.worker.mamba_utils.",
+    # A speculative method of vLLM's own, adaptive verification
+    f"{native.RUNNER}.spec_decode.",
+)
+
 without_triton = pytest.mark.skipif(
     has_triton(), reason="vLLM has its own kernels here"
 )
@@ -49,12 +63,8 @@ def launched_kernels() -> set[str]:
 def test_every_kernel_is_replaced_or_known_to_be_missing() -> None:
     launched = launched_kernels()
     assert len(launched) > 60 and native.KERNELS.keys() <= launched
-    unknown = {
-        name
-        for name in launched - native.KERNELS.keys()
-        if native.missing_kernels(name) is None
-    }
-    assert not unknown
+    missing = launched - native.KERNELS.keys()
+    assert not [name for name in missing if not name.startswith(MISSING)]
 
 
 def test_every_kernel_is_tested() -> None:
