@@ -165,7 +165,7 @@ def measure(
     """
     runs = [run for run, _ in missing]
     engines: list[EngineProcess] = []
-    warm: set[tuple[str, float, int]] = set()
+    warm: set[tuple[str, tuple[float, float], int]] = set()
     longest = max(
         len(ids) for _, trial in missing for ids in [*trial.prompts, *others]
     )
@@ -179,26 +179,21 @@ def measure(
             run["failures"][name] = str(error)
         results.write()
 
-    def decode_with(
-        engine: EngineProcess, prompts: list[list[int]], tokens: int, run: Run
-    ) -> dict[str, Any]:
-        temperature = run["options"]["temperature"]
-        return engine.call(
-            decode_batch, prompts, tokens, temperature, options.top_p
-        )
-
     def take_turn(
         engine: EngineProcess, trial: Trial, run: Run
     ) -> dict[str, Any]:
         size = trial.place["batch"]
-        state = (engine.name, run["options"]["temperature"], size)
+        sampling = run["options"]["temperature"], options.top_p
+        state = (engine.name, sampling, size)
         if state not in warm:
             tokens = min(WARM_UP_TOKENS, options.new_tokens)
-            decode_with(engine, others[:size], tokens, run)
+            engine.call(decode_batch, others[:size], tokens, *sampling)
             warm.add(state)
         if options.group:
             time.sleep(SPIN_SECONDS)
-        return decode_with(engine, trial.prompts, options.new_tokens, run)
+        return engine.call(
+            decode_batch, trial.prompts, options.new_tokens, *sampling
+        )
 
     with TemporaryDirectory(prefix="ppd-bench-") as logs, ExitStack() as running:
         for number, system in enumerate(systems):

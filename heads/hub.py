@@ -111,19 +111,6 @@ def whole_folder(
         )
 
 
-def cached(name: str | os.PathLike[str], file: str) -> str | None:
-    """The path of a file in the Hub's cache, without a request to the Hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    repository = hub_name(name)
-    if repository is None:
-        return None
-    path = try_to_load_from_cache(
-        repository.repo, file, revision=repository.revision
-    )
-    return path if isinstance(path, str) else None
-
-
 def pinned(name: str | os.PathLike[str], file: str) -> str:
     """The name with its current commit, so that every process loads the same heads.
 

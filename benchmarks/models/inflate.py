@@ -20,7 +20,6 @@ smaller.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from safetensors.torch import load_file
 from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.files import read_json_object, write_json
 from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.heads.provenance import provenance
 from vllm_ppd.heads.target import fingerprint
@@ -149,7 +148,7 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     Raises:
         BenchError: if the model is not of the Llama family.
     """
-    config = _read(model)
+    config = read_json_object(model / "config.json", "give a model folder")
     if config["model_type"] not in FAMILIES:
         raise BenchError(
             f"{model}: model_type {config['model_type']!r} is not one of "
@@ -202,7 +201,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     """
     config, tensors = load_tensors(folder)
     size = config.target.hidden_size
-    hidden_size = _read(model)["hidden_size"]
+    hidden_size = read_json_object(model / "config.json")["hidden_size"]
     if size * times != hidden_size:
         raise HeadsError(
             f"heads in {str(folder)!r} are for hidden size {size}, not "
@@ -246,8 +245,3 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         out / "provenance.json", provenance() | {"inflated_from": str(folder)}
     )
     print(f"{out}: {inflated.describe()}")
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
