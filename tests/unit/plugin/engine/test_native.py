@@ -14,6 +14,7 @@ import pytest
 import torch
 import vllm
 from conftest import ROOT
+from interpreter import run_cases
 from vllm.config import VllmConfig
 from vllm.triton_utils import triton
 from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
@@ -21,6 +22,7 @@ from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.platform import has_triton, runs_v2
 
+CASES = ROOT / "tests" / "v2_kernels"
 VLLM = Path(vllm.__file__).parent
 # Launched by runner V2; its other modules belong to vLLM's runner V1 and to models.
 SOURCES = [
@@ -68,9 +70,7 @@ def test_every_kernel_is_replaced_or_known_to_be_missing() -> None:
 
 
 def test_every_kernel_is_tested() -> None:
-    cases = "".join(
-        path.read_text() for path in (ROOT / "tests" / "v2_kernels").glob("*.py")
-    )
+    cases = "".join(path.read_text() for path in CASES.glob("*.py"))
     untested = {
         name
         for name in native.KERNELS
@@ -147,3 +147,13 @@ print(compute_token_logprobs(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.in
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not a CPU build")
 def test_a_cpu_runs_v2() -> None:
     assert runs_v2()
+
+
+def test_kernels_are_vllm_s() -> None:
+    """The cases of tests/v2_kernels run in a process of their own, in which vLLM finds
+    Triton.
+    """
+    pytest.importorskip("triton")
+    names = ("inputs", "outputs", "sampling", "tables")
+    files = [CASES / f"{name}.py" for name in names]
+    run_cases(f"--confcutdir={CASES}", *files)
