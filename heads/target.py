@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes, TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.text import quoted
 
 # Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
@@ -140,7 +141,7 @@ def vocabulary_hash(tokenizer: Path) -> str | None:
             ids.add((token["id"], token["content"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest()
+    return digest_of_value(sorted(ids))
 
 
 def _lm_head_hash(folder: Path) -> str | None:

@@ -139,14 +139,6 @@ class Stack(nn.Module):
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> Any:
-        return self.run(positions, hidden, residual)
-
-    def run(
-        self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> Any:
         """The state after the layers, or normed hidden states if they are the last."""
         state: CutState = (hidden, residual)
         tapped = []
@@ -167,7 +159,9 @@ class FirstStack(Stack):
     def forward(  # type: ignore[override]
         self, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> Any:
-        return self.run(positions, self.adapter.embed(input_ids), None)
+        # Without super(): compiled_stack copies this function without its closure
+        hidden = self.adapter.embed(input_ids)
+        return Stack.forward(self, positions, hidden, None)
 
 
 def compiled_stack(

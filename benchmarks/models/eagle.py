@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
@@ -20,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.files import write_json, write_tensors
 from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.recipe import Counts, Recipe
@@ -145,7 +144,7 @@ class Eagle(Recipe):
         for name, tensor in self.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = tensor
         stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        save_file(stored, out / "model.safetensors", {"format": "pt"})
+        write_tensors(out / "model.safetensors", stored)
         changes = {
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": 1,

@@ -26,6 +26,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from vllm_ppd.heads.files import digest_of_value
+
 # Tables, generated data and deliberately broken files teach a language model nothing.
 SKIPPED_FOLDERS = {
     "site-packages",
@@ -97,11 +99,6 @@ class UnpackOptions(BaseModel):
     out: str = Field(description=".jsonl to write, for `ppd train --data`")
 
 
-def digest(prompt: list[int]) -> str:
-    """The digest of a prompt's tokens."""
-    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:DIGITS]
-
-
 def unpack(options: UnpackOptions) -> int:
     """Write the chats as `ppd data` wrote them, without those whose prompts are missing."""
     from transformers import AutoTokenizer
@@ -113,7 +110,8 @@ def unpack(options: UnpackOptions) -> int:
         rendered = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True
         )
-        prompts[digest(rendered["input_ids"])] = rendered["input_ids"]
+        ids = rendered["input_ids"]
+        prompts[digest_of_value(ids)[:DIGITS]] = ids
     written = 0
     with (
         lzma.open(options.answers, "rt") as packed,
