@@ -16,7 +16,14 @@ from tqdm import tqdm
 from vllm_ppd.benchmarks.engine import EngineProcess, decode_batch
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
-from vllm_ppd.benchmarks.storage import BASE, BenchError, Results, Run, turns_of
+from vllm_ppd.benchmarks.storage import (
+    BASE,
+    Batch,
+    BenchError,
+    Results,
+    Run,
+    turns_of,
+)
 from vllm_ppd.benchmarks.systems import DecodeOptions, System, systems_of
 from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
@@ -31,7 +38,7 @@ class Trial(NamedTuple):
     """A batch that every system decodes in turn, and the keys of its turns in the file."""
 
     place: dict[str, Any]
-    prompts: list[list[int]]
+    prompts: Batch
 
 
 def decode(options: DecodeOptions) -> str:
@@ -111,7 +118,7 @@ def acceptance_trials(
     options: DecodeOptions, prompts: list[Prompt]
 ) -> list[Trial]:
     """Batches of the prompts of a category, the shortest first."""
-    by_category: defaultdict[str, list[list[int]]] = defaultdict(list)
+    by_category: defaultdict[str, Batch] = defaultdict(list)
     for prompt in prompts[: options.prompts]:
         by_category[prompt.category].append(prompt.ids)
     size = max(options.batch_sizes)
@@ -147,7 +154,7 @@ def measure(
     options: DecodeOptions,
     systems: list[System],
     missing: list[tuple[Run, Trial]],
-    others: list[list[int]],
+    others: Batch,
     results: Results,
 ) -> None:
     """Start the engines, let each decode each trial in turn, and write every turn when
@@ -212,7 +219,7 @@ def measure(
         for run, trial in tqdm(missing, desc="trials", mininterval=1):
             stopped = turns_of(run, **trial.place)
             run["turns"] = [turn for turn in run["turns"] if turn not in stopped]
-            base_ids: list[list[int]] = []
+            base_ids: Batch = []
             for engine in list(engines):
                 try:
                     turn = take_turn(engine, trial, run)
@@ -236,7 +243,7 @@ def measure(
                 results.write()
 
 
-def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
+def compare(base: Batch, ids: Batch) -> dict[str, Any]:
     """How many greedy tokens equal those of vLLM alone by position, and which texts do not."""
     pairs = list(zip(base, ids, strict=True))
     return {

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.benchmarks.storage import BenchError
+from vllm_ppd.benchmarks.storage import Batch, BenchError
 from vllm_ppd.benchmarks.systems import System
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -213,7 +213,7 @@ def counters() -> Counter[tuple[str, str]]:
 
 def add_requests(
     engine: Any,
-    prompts: list[list[int]],
+    prompts: Batch,
     new_tokens: int,
     temperature: float,
     top_p: float,
@@ -239,7 +239,7 @@ def add_requests(
 
 def decode_batch(
     engine: Any,
-    prompts: list[list[int]],
+    prompts: Batch,
     new_tokens: int,
     temperature: float,
     top_p: float,

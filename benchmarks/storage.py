@@ -11,6 +11,7 @@ from vllm_ppd.heads.provenance import provenance
 
 BASE = "vLLM"  # the system without speculation, to which others are compared
 CONTROL = "vLLM, again"  # a second engine of it, which shows the noise
+Batch = list[list[int]]  # token IDs of requests
 Run = dict[str, Any]
 Turn = dict[str, Any]
 # What a continued run shares

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, quoted, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ class InUse(HeadsError):
 
 
 def writing_folder(
-    folder: str | os.PathLike[str], name: str = "--out"
+    folder: StrPath, name: str = "--out"
 ) -> contextlib.AbstractContextManager[None]:
     """Become the only writer of a folder, which is made if it is missing.
 
@@ -135,7 +135,7 @@ def writing_folder(
 
 
 def writing_file(
-    path: str | os.PathLike[str],
+    path: StrPath,
 ) -> contextlib.AbstractContextManager[None]:
     """Become the only writer of a file, that of --out; its folder is made if it is missing.
 

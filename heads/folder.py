@@ -29,7 +29,13 @@ from vllm_ppd.heads.files import (
 from vllm_ppd.heads.hub import folder_of, whole_folder
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.planning import Parts
-from vllm_ppd.heads.text import LONGEST_VALUE, first_problem, quoted, shortened
+from vllm_ppd.heads.text import (
+    LONGEST_VALUE,
+    StrPath,
+    first_problem,
+    quoted,
+    shortened,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +48,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 
-def kind_of(path: str | os.PathLike[str]) -> str | None:
+def kind_of(path: StrPath) -> str | None:
     """The kind of heads that a folder's config names, or None if it names none of ours."""
     try:
         config = Path(folder_of(path, CONFIG_NAME)) / CONFIG_NAME
@@ -51,9 +57,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
         return None
 
 
-def load_config(
-    folder: str | os.PathLike[str], wanted: type[Config] | None = None
-) -> Config:
+def load_config(folder: StrPath, wanted: type[Config] | None = None) -> Config:
     """Read and check `config.json`.
 
     Args:
@@ -89,7 +93,7 @@ def load_config(
         ) from None
 
 
-def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
+def check_folder(folder: StrPath) -> HeadsConfig:
     """Check a heads folder completely: its configuration, and every number of its
     weights.
 
@@ -101,7 +105,7 @@ def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
 
 
 def load_tensors(
-    folder: str | os.PathLike[str], wanted: type[Config] | None = None
+    folder: StrPath, wanted: type[Config] | None = None
 ) -> tuple[Config, dict[str, torch.Tensor]]:
     """Load a heads folder and check it: its configuration, and the tensors that this
     names, mapped from the files.
@@ -170,7 +174,7 @@ def _checked_tensor(
     return tensor
 
 
-def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
+def tensor_names(folder: StrPath) -> list[str]:
     """Names of the tensors of a folder's weights; empty if they cannot be read."""
     try:
         return [name for file in opened_files(folder) for name in file.keys()]  # noqa: SIM118
@@ -179,7 +183,7 @@ def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def save_heads(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     config: HeadsConfig,
     tensors: dict[str, torch.Tensor],
 ) -> None:
@@ -203,12 +207,12 @@ def save_heads(
     save_config(folder, config)
 
 
-def save_config(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
+def save_config(folder: StrPath, config: HeadsConfig) -> None:
     """Write the configuration of heads whose weights exist already."""
     write_json(Path(folder) / CONFIG_NAME, config.to_json())
 
 
-def load_calibration(folder: str | os.PathLike[str]) -> Parts:
+def load_calibration(folder: StrPath) -> Parts:
     """The parts of the finished calibration of a heads folder.
 
     Raises:
@@ -228,7 +232,7 @@ def load_calibration(folder: str | os.PathLike[str]) -> Parts:
         ) from None
 
 
-def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read_calibration(folder: StrPath) -> dict[str, Any]:
     """The finished calibration of a heads folder as it is stored, without a check of
     its parts.
 
@@ -249,13 +253,11 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return result
 
 
-def _calibrate(folder: str | os.PathLike[str]) -> str:
+def _calibrate(folder: StrPath) -> str:
     return f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
 
 
-def opened_files(
-    folder: str | os.PathLike[str], beside: Sequence[str] = ()
-) -> Iterator[Any]:
+def opened_files(folder: StrPath, beside: Sequence[str] = ()) -> Iterator[Any]:
     """Open each file of a folder's weights: the shards if there is an index and no
     whole file.
 

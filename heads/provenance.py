@@ -25,7 +25,7 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.planning import Stored
-from vllm_ppd.heads.text import first_problem
+from vllm_ppd.heads.text import StrPath, first_problem
 
 PROVENANCE_NAME = "provenance.json"
 PACKAGES = (
@@ -126,7 +126,7 @@ class Provenance(Stored):
     data_files: list[dict[str, Any]] = Field(default_factory=list)
 
 
-def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
+def provenance_of(folder: StrPath) -> Provenance:
     """The provenance of the heads in a folder.
 
     Raises:
@@ -143,7 +143,7 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
         ) from None
 
 
-def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+def data_files(paths: Sequence[StrPath]) -> list[dict[str, Any]]:
     """The files behind paths, as `provenance.json` names them.
 
     Raises:
@@ -154,7 +154,7 @@ def data_files(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     ]
 
 
-def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
+def trained_on(paths: Sequence[StrPath], facts: Provenance) -> list[str]:
     """The names of the files that heads were trained on, which have equal sizes."""
     return [
         file["name"] for file in data_files(paths) if file in facts.data_files
@@ -162,7 +162,7 @@ def trained_on(paths: Sequence[str | Path], facts: Provenance) -> list[str]:
 
 
 def write_card(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     config: HeadsConfig,
     calibration: str | None = None,
 ) -> None:

@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -24,6 +23,7 @@ from vllm_ppd.heads.data.records import (
     Answer,
     Chat,
     Document,
+    Messages,
     Skipped,
     expand,
     parse_record,
@@ -31,7 +31,7 @@ from vllm_ppd.heads.data.records import (
     records,
 )
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.text import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, shortened
 
 BATCH = 64  # documents tokenised at once
 LONGEST_SUMMARY = 200  # characters
@@ -59,7 +59,7 @@ class Documents:
 
     def __init__(
         self,
-        data: Sequence[str | Path],
+        data: Sequence[StrPath],
         tokenizer: Any,
         system: str | None = None,
         by_answer: bool = False,
@@ -217,7 +217,7 @@ def render(
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
 
-    def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
+    def rendered(messages: Messages, asked: bool = False) -> str:
         try:
             return tokenizer.apply_chat_template(
                 messages,
@@ -257,9 +257,7 @@ def render(
     return replace(made, responses=tuple(spans))
 
 
-def _answer(
-    messages: list[dict[str, Any]], rendered: Callable[..., str]
-) -> Answer:
+def _answer(messages: Messages, rendered: Callable[..., str]) -> Answer:
     """The last message as the model writes it: from the end of the prompt that the
     server would read.
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.text import LONGEST_VALUE, place, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, place, shortened
 
+Messages = list[dict[str, Any]]  # of a chat
 COLUMNS = {"messages", "prompt", "text", "prompt_token_ids"}
 NEEDED = "'messages' (a chat), 'prompt' with or without 'response', 'text', or 'prompt_token_ids'"
 LOOKED_AT = 1024  # records of each file that are checked before a model loads
@@ -118,7 +119,7 @@ class Document:
 class Chat:
     """Messages, which a chat template renders as a document."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     tools: list[Any] | None = None
 
 
@@ -213,7 +214,7 @@ def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
     return Document(text, prompt=prompt, responses=(span,))
 
 
-def _messages(messages: Any, column: str, where: str) -> list[dict[str, Any]]:
+def _messages(messages: Any, column: str, where: str) -> Messages:
     if messages == []:
         raise Skipped("a chat without messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
@@ -236,7 +237,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def expand(paths: Sequence[str | Path]) -> list[Path]:
+def expand(paths: Sequence[StrPath]) -> list[Path]:
     """The files behind paths, in order. A folder stands for every file in it that is
     not hidden.
 
@@ -271,7 +272,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def check_data(paths: Sequence[str | Path]) -> None:
+def check_data(paths: Sequence[StrPath]) -> None:
     """Read the beginning of every file. No tokenizer is needed, so bad data is refused
     before a model loads.
 

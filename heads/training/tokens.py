@@ -22,6 +22,7 @@ from vllm_ppd.heads.data.documents import Documents, check_vocabulary
 from vllm_ppd.heads.data.records import Document
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
+from vllm_ppd.heads.text import StrPath
 
 SPLITS = ("train", "held_out")
 # `counted`: in the loss; `begins`: the first of its document
@@ -119,7 +120,7 @@ class TokenStore:
     def __init__(
         self,
         folder: Path,
-        data: Sequence[str | Path],
+        data: Sequence[StrPath],
         tokenizer: Any,
         vocab_size: int,
         held_out: float,

@@ -6,7 +6,6 @@ the choice of the scheduler, the engine's core, and the loggers, which publish o
 
 import functools
 import inspect
-from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.config.request_options import check
 from vllm_ppd.vllm_plugins.engine.metrics import STATISTICS, Published
+from vllm_ppd.vllm_plugins.patches.start import Original
 from vllm_ppd.vllm_plugins.registry import OURS
 
 _signature = functools.cache(inspect.signature)
@@ -22,7 +22,7 @@ PUBLISHED = "vllm_ppd_published"
 
 
 def validate_params(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     params: Any,
     *args: Any,
@@ -36,7 +36,7 @@ def validate_params(
 
 
 def checked_before_streaming(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+    original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """An asynchronous generator of vLLM: check sampling_params when it is made, not
     when it first runs.
@@ -56,7 +56,7 @@ def checked_before_streaming(
     return original(self, *args, **kwargs)
 
 
-def get_scheduler_cls(original: Callable[..., type], self: Any) -> type:
+def get_scheduler_cls(original: Original, self: Any) -> type:
     """SchedulerConfig.get_scheduler_cls: ours without vLLM's warning of custom ones."""
     if str(self.scheduler_cls).startswith(OURS):
         scheduler: type = resolve_name(self.scheduler_cls)
@@ -64,9 +64,7 @@ def get_scheduler_cls(original: Callable[..., type], self: Any) -> type:
     return original(self)
 
 
-def make_core(
-    original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
-) -> None:
+def make_core(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """EngineCore.__init__: let the scheduler choose the number of drafts by the
     workers' step costs.
     """
@@ -82,9 +80,7 @@ def follow_step_costs(core: Any) -> None:
         core.scheduler.follow(costs)
 
 
-def post_step(
-    original: Callable[..., None], self: Any, model_executed: bool
-) -> None:
+def post_step(original: Original, self: Any, model_executed: bool) -> None:
     """EngineCore.post_step: do not ask a worker group for drafts, which would wait for
     the step in flight.
     """
@@ -94,7 +90,7 @@ def post_step(
 
 
 def sleep(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     level: int = 1,
     *args: Any,
@@ -118,7 +114,7 @@ def sleep(
 
 
 def make_loggers(
-    original: Callable[..., None],
+    original: Original,
     self: Any,
     vllm_config: Any,
     *args: Any,
@@ -137,7 +133,7 @@ def make_loggers(
 
 
 def record(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     scheduler_stats: Any,
     *args: Any,

@@ -191,7 +191,11 @@ class FirstStage(Stage):
         sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
-                sent = self._next(progress)
+                sent = progress.sendable()
+                if not len(sent) and progress.waits_for_missed():
+                    # The last stage waits while no request's token is ready
+                    self._run_missed(progress)
+                    sent = progress.sendable()
                 # No rows: the step ends
                 states = self._states_of(sent) if len(sent) else None
                 counted = self.counters.take()
@@ -211,14 +215,6 @@ class FirstStage(Stage):
         """The states of batch rows."""
         assert self.step is not None
         return self.states.load(self.index(self.step.request_rows[rows]))
-
-    def _next(self, progress: Progress) -> np.ndarray:
-        """Rows of the next micro-step; the last stage waits while no request's token is ready."""
-        sent = progress.sendable()
-        if not len(sent) and progress.waits_for_missed():
-            self._run_missed(progress)
-            sent = progress.sendable()
-        return sent
 
     def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
         """Run candidates and missed tokens while the last stage ends the sent tokens."""
