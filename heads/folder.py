@@ -38,7 +38,7 @@ from vllm_ppd.heads.text import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
@@ -106,7 +106,7 @@ def check_folder(folder: StrPath) -> HeadsConfig:
 
 def load_tensors(
     folder: StrPath, wanted: type[Config] | None = None
-) -> tuple[Config, dict[str, torch.Tensor]]:
+) -> tuple[Config, dict[str, Tensor]]:
     """Load a heads folder and check it: its configuration, and the tensors that this
     names, mapped from the files.
 
@@ -146,8 +146,8 @@ def _checked_tensor(
     config: HeadsConfig,
     name: str,
     shape: list[int],
-    stored: dict[str, torch.Tensor],
-) -> torch.Tensor:
+    stored: dict[str, Tensor],
+) -> Tensor:
     """A tensor of the configuration.
 
     Raises:
@@ -185,7 +185,7 @@ def tensor_names(folder: StrPath) -> list[str]:
 def save_heads(
     folder: StrPath,
     config: HeadsConfig,
-    tensors: dict[str, torch.Tensor],
+    tensors: dict[str, Tensor],
 ) -> None:
     """Write a heads folder; each file is written atomically, the config last.
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.base import HeadsConfig
 
 # A function y = W x of a matrix W: [rows, in] to [rows, out]
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[Tensor], Tensor]
 MIN_SIZE = 1024  # a smaller one saves nothing more
 GRAIN = 64  # sizes are multiples of it, which suits matrix products
 # Shares of the text
@@ -33,10 +33,10 @@ class NamedWeights(nn.Module):
 
     # [tokens], the part of the vocabulary that is trained; None: all of it. Not a
     # buffer: each run computes it from the data when it starts.
-    token_ids: torch.Tensor | None = None
+    token_ids: Tensor | None = None
 
     def __init__(
-        self, config: HeadsConfig, tensors: Mapping[str, torch.Tensor]
+        self, config: HeadsConfig, tensors: Mapping[str, Tensor]
     ) -> None:
         super().__init__()
         self.config: Any = config
@@ -49,7 +49,7 @@ class NamedWeights(nn.Module):
             }
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The parameters by the names of the folder's tensors."""
         return {
             name.replace("/", "."): parameter
@@ -57,14 +57,14 @@ class NamedWeights(nn.Module):
         }
 
 
-def torch_linear(matrix: torch.Tensor) -> Linear:
+def torch_linear(matrix: Tensor) -> Linear:
     """The product with a matrix [out, in]."""
     return lambda rows: functional.linear(rows, matrix)
 
 
 def in_chunks(
-    function: Callable[..., torch.Tensor], size: int, *rows: torch.Tensor
-) -> torch.Tensor:
+    function: Callable[..., Tensor], size: int, *rows: Tensor
+) -> Tensor:
     """A function of rows, computed chunk by chunk, and again in the backward pass.
 
     Args:
@@ -78,12 +78,12 @@ def in_chunks(
     )
 
 
-def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
+def most_frequent(counts: Tensor, size: int) -> Tensor:
     """The ids of the most frequent tokens, from counts [vocabulary]: [size] int64, ascending."""
     return counts.double().topk(size).indices.sort().values
 
 
-def columns(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def columns(token_ids: Tensor, vocab_size: int) -> Tensor:
     """The index of each token of the vocabulary among some token ids, -1 if it is not
     one: [vocabulary] int64.
     """
@@ -94,13 +94,13 @@ def columns(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return places
 
 
-def covered(counts: torch.Tensor) -> torch.Tensor:
+def covered(counts: Tensor) -> Tensor:
     """Share of the text that the 1, 2, ... most frequent tokens make up: [vocabulary] float64."""
     descending = counts.double().sort(descending=True).values
     return descending.cumsum(0) / descending.sum().clamp(min=1)
 
 
-def first_guess(counts: torch.Tensor) -> int | None:
+def first_guess(counts: Tensor) -> int | None:
     """The recommended size before calibration, from the training text alone.
 
     It is the smallest that covers 99 % of the text, and at most a quarter of the

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import ir
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
@@ -30,16 +29,16 @@ class LlamaLikeAdapter(Adapter):
 
     has_residual = True
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         # The decoder's method, not the embedding table: Gemma scales embeddings here.
         return self.decoder.embed_input_ids(input_ids)
 
     def run(
         self,
         layers: Sequence[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
     ) -> CutState:
         for layer in layers:
             # Arguments go by name: gpt-oss takes them in another order.
@@ -48,19 +47,17 @@ class LlamaLikeAdapter(Adapter):
             )
         return hidden, residual
 
-    def norm(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return self.decoder.norm(hidden, residual)[0]
 
     def replace_forward(self, cut: ModelCut) -> None:
         def forward(
-            input_ids: torch.Tensor | None,
-            positions: torch.Tensor,
+            input_ids: Tensor | None,
+            positions: Tensor,
             intermediate_tensors: IntermediateTensors | None = None,
-            inputs_embeds: torch.Tensor | None = None,
+            inputs_embeds: Tensor | None = None,
             **_: Any,
-        ) -> torch.Tensor | IntermediateTensors:
+        ) -> Tensor | IntermediateTensors:
             state = None
             if intermediate_tensors is not None:
                 state = (
@@ -68,7 +65,7 @@ class LlamaLikeAdapter(Adapter):
                     intermediate_tensors["residual"],
                 )
             output = cut.forward(input_ids, positions, state, inputs_embeds)
-            if isinstance(output, torch.Tensor):
+            if isinstance(output, Tensor):
                 return output
             return IntermediateTensors(
                 {"hidden_states": output[0], "residual": output[1]}
@@ -84,7 +81,7 @@ class GraniteAdapter(LlamaLikeAdapter):
 
     has_residual = False
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         return (
             self.decoder.embed_input_ids(input_ids)
             * self.decoder.config.embedding_multiplier
@@ -93,17 +90,15 @@ class GraniteAdapter(LlamaLikeAdapter):
     def run(
         self,
         layers: Sequence[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
     ) -> CutState:
         for layer in layers:
             hidden = layer(positions, hidden)
         return hidden, None
 
-    def norm(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return self.decoder.norm(hidden)
 
 
@@ -129,15 +124,15 @@ class TransformersAdapter(Adapter):
             list(self.decoder.config.layer_types) if by_kind else None
         )
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         return self.decoder.get_input_embeddings()(input_ids)
 
     def run(
         self,
         layers: Sequence[nn.Module],
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
     ) -> CutState:
         batch = hidden[None]
         position_ids = positions[None]
@@ -156,17 +151,15 @@ class TransformersAdapter(Adapter):
             )
         return batch[0], None
 
-    def norm(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return self.final_norm(hidden)
 
     def replace_forward(self, cut: ModelCut) -> None:
         def forward(
-            input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any
-        ) -> tuple[torch.Tensor]:
+            input_ids: Tensor, position_ids: Tensor, **_: Any
+        ) -> tuple[Tensor]:
             hidden = cut.forward(input_ids[0], position_ids[0])
-            assert isinstance(hidden, torch.Tensor)  # one pipeline stage
+            assert isinstance(hidden, Tensor)  # one pipeline stage
             return (hidden[None],)
 
         self.decoder.do_not_compile = True

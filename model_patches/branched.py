@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -56,18 +56,18 @@ class TappedModel(ModelCut):
         model: nn.Module,
         vllm_config: VllmConfig,
         layers: Sequence[int],
-        buffers: torch.Tensor,
+        buffers: Tensor,
     ) -> None:
         super().__init__(model, vllm_config, (), taps=layers)
         self.buffers = buffers
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         output, *states = self.start(self.stacks[0], input_ids, positions, None)
         for buffer, state_after in zip(self.buffers, states, strict=True):
@@ -82,10 +82,10 @@ class Branches(Stack):
 
     def forward(
         self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         """Return each layer's normed hidden states [tokens, hidden], given the
         pre-final state without a residual.
         """
@@ -114,13 +114,13 @@ class BranchedModel(ModelCut):
         self.has_residual = False  # the branches read a sum
         self.branches: Stack | None = None
         # [branches, max tokens, hidden], their latest output
-        self.branch_hidden: torch.Tensor | None = None
+        self.branch_hidden: Tensor | None = None
 
     def add_branches(
         self,
         layers: Sequence[nn.Module],
         vllm_config: VllmConfig,
-        hidden: torch.Tensor,
+        hidden: Tensor,
     ) -> None:
         """Run further layers in every forward.
 
@@ -144,11 +144,11 @@ class BranchedModel(ModelCut):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         embeddings = self.embeddings(input_ids, inputs_embeds)
         output, before = self.start(
@@ -170,7 +170,7 @@ class BranchedModel(ModelCut):
 def build_layers(
     adapter: Adapter,
     vllm_config: VllmConfig,
-    tensors: list[dict[str, torch.Tensor]],
+    tensors: list[dict[str, Tensor]],
     device: torch.device,
 ) -> list[nn.Module]:
     """Build one layer per dictionary of weights, which has the names of a decoder layer
@@ -227,9 +227,7 @@ def _build(
     )
 
 
-def _load(
-    layer: nn.Module, weights: dict[str, torch.Tensor], decoder: Any
-) -> None:
+def _load(layer: nn.Module, weights: dict[str, Tensor], decoder: Any) -> None:
     loaded = AutoWeightsLoader(layer).load_weights(
         weights.items(), mapper=getattr(decoder, "hf_to_vllm_mapper", None)
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -85,14 +85,14 @@ class Eagle(Recipe):
         matrices = [p for p in self.parameters() if p.dim() == 2]
         return [{"params": matrices, "peak": learning_rate}, vectors]
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """The target's logits [..., V] for states [..., hidden]."""
         unembedding = self.target.unembedding
         return functional.linear(
             states.to(unembedding.dtype), unembedding
         ).float()
 
-    def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+    def predicted(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The predicted state after each token but a window's last: [windows, length -
         1, hidden].
 
@@ -116,7 +116,7 @@ class Eagle(Recipe):
             position_ids=positions,
         )
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         # After the final norm, as vLLM gives states to drafters
         final = self.states(batch).final.float()
         hidden = final.view(*batch.input_ids.shape, -1)

@@ -29,6 +29,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file
+from torch import Tensor
 
 from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
@@ -87,7 +88,7 @@ def run(options: InflateOptions) -> int:
     return 0
 
 
-def inflate(tensor: torch.Tensor, rule: str, times: int) -> torch.Tensor:
+def inflate(tensor: Tensor, rule: str, times: int) -> Tensor:
     """The tensor with each dimension repeated or filled up, as its rule says."""
     for dim, growth in enumerate(rule):
         if growth != "-":
@@ -96,16 +97,14 @@ def inflate(tensor: torch.Tensor, rule: str, times: int) -> torch.Tensor:
     return tensor
 
 
-def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def filled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with zeros up to a shape."""
     larger = tensor.new_zeros(shape)
     larger[tuple(map(slice, tensor.shape))] = tensor
     return larger
 
 
-def in_blocks(
-    name: str, tensor: torch.Tensor, size: int, times: int
-) -> torch.Tensor:
+def in_blocks(name: str, tensor: Tensor, size: int, times: int) -> Tensor:
     """A matrix of a recurrent state (heads/cp/module.py) with each of its blocks
     filled up by itself.
 
@@ -227,7 +226,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     inflated = config.model_copy(update=changes)
     shapes = inflated.shapes()
 
-    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def grown(name: str, tensor: Tensor) -> Tensor:
         if config.is_count(name):
             return tensor
         if any(name.endswith(f".{of_layer}") for of_layer in layer):

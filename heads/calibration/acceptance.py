@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -33,14 +34,14 @@ WRITTEN_TOGETHER = 32  # texts
 class Texts:
     """Prompts, aligned to the right, and what was generated after them."""
 
-    ids: torch.Tensor  # [texts, prompt + generated] int64
+    ids: Tensor  # [texts, prompt + generated] int64
     prompt: int  # tokens of the longest prompt
-    lengths: torch.Tensor  # [texts] generated tokens, the end token included
+    lengths: Tensor  # [texts] generated tokens, the end token included
     temperature: float  # at which the text was sampled; 0 is greedy
-    starts: torch.Tensor  # [texts] int64, where each prompt begins
+    starts: Tensor  # [texts] int64, where each prompt begins
 
     @property
-    def generated(self) -> torch.Tensor:
+    def generated(self) -> Tensor:
         """[texts, generated]"""
         return self.ids[:, self.prompt :]
 
@@ -55,7 +56,7 @@ class Texts:
             some = slice(start, start + size)
             yield some, Batch(ids[some], positions[some])
 
-    def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
+    def reading(self, states: Tensor, windows: Batch) -> Tensor:
         """The states of a batch that read each generated token.
 
         [tokens, hidden] -> [texts * generated, hidden]
@@ -64,7 +65,7 @@ class Texts:
         return by_text[:, -self.generated.shape[1] :].flatten(0, 1)
 
 
-def ahead(values: torch.Tensor, offsets: range, fill: float = 0) -> torch.Tensor:
+def ahead(values: Tensor, offsets: range, fill: float = 0) -> Tensor:
     """The value at each offset after every step, `fill` past the end.
 
     [texts, steps] -> [texts, steps, offsets]
@@ -75,9 +76,7 @@ def ahead(values: torch.Tensor, offsets: range, fill: float = 0) -> torch.Tensor
     )
 
 
-def logits_at(
-    target: Target, states: torch.Tensor, temperature: float
-) -> torch.Tensor:
+def logits_at(target: Target, states: Tensor, temperature: float) -> Tensor:
     """The LM head's logits over a temperature (over 1 where it is 0).
 
     [rows, hidden] -> [rows, vocabulary]
@@ -88,12 +87,12 @@ def logits_at(
 
 
 def acceptance(
-    log_p: torch.Tensor,  # [rows, vocabulary], the target's log-probabilities
+    log_p: Tensor,  # [rows, vocabulary], the target's log-probabilities
     # [rows, vocabulary], the draft's; -inf outside a draft vocabulary
-    log_q: torch.Tensor,
-    tokens: torch.Tensor,  # [rows], what the target has written
+    log_q: Tensor,
+    tokens: Tensor,  # [rows], what the target has written
     temperature: float,
-) -> torch.Tensor:
+) -> Tensor:
     """P(a draft is accepted | the target has written this token): [rows].
 
     Greedy drafts are accepted where they are the token. Sampled ones share the target's
@@ -222,9 +221,9 @@ class Drafted(NamedTuple):
 
 def replay(
     # [texts, steps, n] P(draft i is accepted | those before it were)
-    accept: torch.Tensor,
-    lengths: torch.Tensor,  # [texts] tokens of each text, at most steps + 1
-    limit: torch.Tensor
+    accept: Tensor,
+    lengths: Tensor,  # [texts] tokens of each text, at most steps + 1
+    limit: Tensor
     | None = None,  # [texts, steps] drafts that a step makes there (None: n)
 ) -> Drafted:
     """Expected drafts and acceptances of an engine that emits exactly these texts.

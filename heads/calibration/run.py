@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from pydantic_core import to_jsonable_python
+from torch import Tensor
 
 from vllm_ppd.heads.base import COUNTS_NAME, HeadsConfig
 from vllm_ppd.heads.calibration.acceptance import Texts, generate, take_prompts
@@ -54,7 +55,7 @@ class Calibration:
 
     options: CalibrationOptions
     config: Any  # of the heads
-    tensors: dict[str, torch.Tensor]  # of the heads
+    tensors: dict[str, Tensor]  # of the heads
     target: Target
 
     def autocast(self) -> Any:
@@ -105,7 +106,7 @@ class Calibration:
             ),
         )
 
-    def draft_vocabulary(self) -> torch.Tensor | None:
+    def draft_vocabulary(self) -> Tensor | None:
         """The token IDs of the heads' own draft vocabulary; None if it is the whole one."""
         size = self.config.draft_vocab_size
         counts = self.config.counts_tensor
@@ -148,7 +149,7 @@ def parts_by_vocabulary(
 
 def checked(
     options: CalibrationOptions,
-) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
+) -> tuple[HeadsConfig, dict[str, Tensor], str]:
     """The heads of a calibration, checked before their target loads, and the target's
     name.
 
@@ -276,7 +277,7 @@ def _complete(calibration: Calibration) -> None:
     save_config(folder, calibration.config)
 
 
-def counts_of(data: Sequence[str], target: Target) -> torch.Tensor:
+def counts_of(data: Sequence[str], target: Target) -> Tensor:
     """How often each token occurs in data: [vocabulary] int64.
 
     What the model writes is counted, or all tokens if the data has prompts alone.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
@@ -49,14 +49,14 @@ class DynaMoHeads(nn.Module):
 
     def forward(
         self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Head `token`, called as the target's last layer was: its hidden states before
         the final norm.
         """
         output = self.head[str(token)](*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
-    def load(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load(self, tensors: dict[str, Tensor]) -> None:
         """Load the weights of a checkpoint's tensors."""
         self.load_state_dict({name: tensors[name] for name in self.state_dict()})
 
@@ -109,7 +109,7 @@ class DynaMoRecipe(HeadsRecipe):
             *self.base_groups(),
         ]
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         target = self.target
         options = self.options
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
@@ -129,9 +129,7 @@ class DynaMoRecipe(HeadsRecipe):
         unembedding = target.unembedding.detach()
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        drafted: list[
-            torch.Tensor
-        ] = []  # greedy drafts of each later head, by row
+        drafted: list[Tensor] = []  # greedy drafts of each later head, by row
         # Training does not change head 1 of a frozen target and does not read it.
         first = 1 if self.full or not self.training else 2
         for token in range(first, options.tokens + 1):
@@ -253,7 +251,7 @@ class DynaMoRecipe(HeadsRecipe):
             dtype=options.stored_dtype,
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         tensors = self.heads.state_dict()
         if self.cooccurrence is not None:
             tensors |= self.cooccurrence.tensors()

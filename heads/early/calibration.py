@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.heads.calibration.acceptance import (
     Drafted,
@@ -31,10 +32,10 @@ class Exits(NamedTuple):
 
     layers: tuple[int, ...]
     # [layers, texts, steps] tokens that are likelier than the text's
-    ranks: torch.Tensor
+    ranks: Tensor
     # [layers, texts, steps] P(a draft of the text's token is accepted)
-    accept: torch.Tensor
-    lengths: torch.Tensor  # [texts]
+    accept: Tensor
+    lengths: Tensor  # [texts]
 
     def match_rate(self, layer: int, k: int) -> float:
         """p_correct: the share of tokens among the k likeliest of the exit."""
@@ -59,7 +60,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
     size = rows_a_chunk(target.unembedding)
-    measured: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
+    measured: list[Tensor] = []  # [layers, 2, rows], ranks and chances
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, layers)

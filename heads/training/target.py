@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
@@ -66,14 +66,14 @@ def cpu_computes_bfloat16() -> bool:
 class TargetStates:
     """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
-    final: torch.Tensor  # after the final norm; the LM head's input
+    final: Tensor  # after the final norm; the LM head's input
     # After each number of layers and the final norm
-    exits: dict[int, torch.Tensor] = field(default_factory=dict)
+    exits: dict[int, Tensor] = field(default_factory=dict)
     # After each number of layers, before the norm
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    layers: dict[int, Tensor] = field(default_factory=dict)
     # [rows, k] int64: the target's likeliest next tokens
-    top_ids: torch.Tensor | None = None
-    top_log_probs: torch.Tensor | None = None  # [rows, k] float32
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None  # [rows, k] float32
     # Arguments of the last decoder layer
     stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -145,22 +145,20 @@ class Target:
         self.max_length = getattr(config, "max_position_embeddings", None)
 
     @property
-    def unembedding(self) -> torch.Tensor:
+    def unembedding(self) -> Tensor:
         """E*: [vocabulary, hidden]."""
         return self.model.get_output_embeddings().weight[: self.vocab_size]
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         return getattr(self.model.get_output_embeddings(), "bias", None)
 
     @torch.no_grad()
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings of tokens [...], as the model's first layer gets them: [..., hidden]."""
         return self.model.get_input_embeddings()(token_ids)
 
-    def log_probs(
-        self, hidden: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """log p of one token a row [rows] by the LM head, from final states [rows,
         hidden]; it learns if trainable.
         """
@@ -200,7 +198,7 @@ class Target:
                 beside it.
             top_k: number of likeliest next tokens to return.
         """
-        caught: dict[int, torch.Tensor] = {}
+        caught: dict[int, Tensor] = {}
         before_stem = {self.num_layers - 1} if stem else set()
         with (
             ExitStack() as hooks,
@@ -225,8 +223,8 @@ class Target:
     def states_of(
         self,
         batch: Batch,
-        final: torch.Tensor,
-        layers: dict[int, torch.Tensor],
+        final: Tensor,
+        layers: dict[int, Tensor],
         stem: bool,
     ) -> TargetStates:
         """All states that `run` returns, from the final ones and those after layers."""
@@ -237,7 +235,7 @@ class Target:
         return states
 
     def _stem(
-        self, batch: Batch, hidden: torch.Tensor
+        self, batch: Batch, hidden: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the last decoder layer's call, from the states [rows, hidden]
         before it; no layer runs.
@@ -248,7 +246,7 @@ class Target:
         # (Granite).
         embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
 
-        def passed_on(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def passed_on(*args: Any, **kwargs: Any) -> Tensor:
             calls.append((args, kwargs))
             return embeddings
 
@@ -312,7 +310,7 @@ class Target:
 
 
 def packed_masks(
-    config: Any, position_ids: torch.Tensor, dtype: torch.dtype
+    config: Any, position_ids: Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Attention masks of packed documents [windows, length], by kind of layer if the
     family has two kinds.
@@ -350,7 +348,7 @@ def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:
     )
 
 
-def _catch(caught: dict[int, torch.Tensor], layer: int) -> Any:
+def _catch(caught: dict[int, Tensor], layer: int) -> Any:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         caught[layer] = output[0] if isinstance(output, tuple) else output
 

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.vllm_plugins.engine.cpu import (
     inputs,
@@ -126,7 +127,7 @@ def by_name(
 ) -> Callable[..., None]:
     """A launch of vLLM's kernel that calls ours with the arguments that it names.
 
-    Tensors become numpy views, except where a parameter is annotated as a torch.Tensor.
+    Tensors become numpy views, except where a parameter is annotated as a Tensor.
 
     Args:
         parameters: names of vLLM's parameters, in order.
@@ -137,7 +138,7 @@ def by_name(
     for place, name in enumerate(parameters):
         parameter = ours.get(name.removesuffix("_ptr"))
         if parameter is not None:
-            as_tensor = parameter.annotation is torch.Tensor
+            as_tensor = parameter.annotation is Tensor
             wanted.append((place, name, parameter.name, as_tensor))
 
     @functools.wraps(kernel)
@@ -150,7 +151,7 @@ def by_name(
                 value = kwargs[name]
             else:
                 continue
-            if isinstance(value, torch.Tensor) and not as_tensor:
+            if isinstance(value, Tensor) and not as_tensor:
                 value = value.numpy()
             arguments[own_name] = value
         kernel(**arguments)
@@ -219,9 +220,9 @@ def accepted() -> Iterator[None]:
 
 
 def expand(
-    output: torch.Tensor,  # [tokens]
-    input_val: torch.Tensor,  # [requests]
-    cu_num_tokens: torch.Tensor,  # [requests] cumulative tokens
+    output: Tensor,  # [tokens]
+    input_val: Tensor,  # [requests]
+    cu_num_tokens: Tensor,  # [requests] cumulative tokens
     replace_from: float,
     replace_to: float,
     MAX_NUM_TOKENS: Any = None,

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy import ndarray
+from torch import Tensor
 
 from vllm_ppd.kernels.sampling import (
     BYTES,
@@ -69,7 +70,7 @@ def replay_trace(
 
 
 def compact_sampling_mask(
-    logits: torch.Tensor,  # [logits, V]
+    logits: Tensor,  # [logits, V]
     cu_num_logits: ndarray,  # [requests + 1]
     num_sampled_tokens: ndarray,  # [requests]
     token_ids: ndarray,  # [requests x ROWS_PER_REQUEST, max_num_kept] int32
@@ -94,17 +95,17 @@ def compact_sampling_mask(
 
 
 def count_nans(
-    logits: torch.Tensor,  # [logits, V]
-    num_nans: torch.Tensor,  # [logits] int32
+    logits: Tensor,  # [logits, V]
+    num_nans: Tensor,  # [logits] int32
 ) -> None:
     """Count the NaNs of each row."""
     num_nans.copy_(logits.isnan().sum(dim=-1))
 
 
 def topk_log_softmax(
-    output: torch.Tensor,  # [logits, k] float32
-    logits: torch.Tensor,  # [logits, V]
-    topk_ids: torch.Tensor,  # [logits, k] int64
+    output: Tensor,  # [logits, k] float32
+    logits: Tensor,  # [logits, V]
+    topk_ids: Tensor,  # [logits, k] int64
 ) -> None:
     """Log-probabilities of the given tokens."""
     values = logits.float()
@@ -114,9 +115,9 @@ def topk_log_softmax(
 
 
 def compute_ranks(
-    output: torch.Tensor,  # [logits] int64
-    logits: torch.Tensor,  # [logits, V]
-    token_ids: torch.Tensor,  # [logits]
+    output: Tensor,  # [logits] int64
+    logits: Tensor,  # [logits, V]
+    token_ids: Tensor,  # [logits]
 ) -> None:
     """How many tokens are at least as likely as the given one, which counts itself."""
     chosen = logits.gather(1, token_ids[:, None].long())
@@ -170,7 +171,7 @@ def prompt_logprobs_token_ids(
 
 
 def apply_grammar_bitmask(
-    logits: torch.Tensor,  # [logits, V], changed in place
+    logits: Tensor,  # [logits, V], changed in place
     # [masks] request x MASK_STRIDE + index among its rows of logits
     logits_indices: ndarray,
     cu_num_logits: ndarray,  # [requests + 1]
@@ -204,8 +205,8 @@ def apply_temperature(
 def gumbel_sample(
     local_argmax: ndarray,  # [logits, blocks] int64, of each block of the vocabulary
     local_max: ndarray,  # [logits, blocks]
-    logits_cache: torch.Tensor | None,
-    logits: torch.Tensor,  # [logits, V]
+    logits_cache: Tensor | None,
+    logits: Tensor,  # [logits, V]
     expanded_idx_mapping: ndarray,  # [logits] request rows, -1: padding
     seeds: ndarray,  # [request rows] int64
     pos: ndarray,  # [logits]

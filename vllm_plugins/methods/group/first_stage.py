@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 from torch.nn import functional
 from vllm.distributed import get_pp_group
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -32,11 +34,11 @@ class FirstStageCut(ModelCut):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | CutState:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | CutState:
         if self.ahead is None:
             return super().forward(input_ids, positions, state, inputs_embeds)
         hidden, residual = self.ahead
@@ -87,7 +89,7 @@ class FirstStage(Stage):
         self._stops: dict[str, set[int]] = {}  # of requests by name
         # Arguments of Candidates.choose for written entries that the other candidates
         # of their requests do not have yet
-        self._unsettled: tuple[np.ndarray, ...] | None = None
+        self._unsettled: tuple[ndarray, ...] | None = None
 
     def _load_reader(self) -> None:
         """Receive the target's norm and LM head, by which candidates are read."""
@@ -211,12 +213,12 @@ class FirstStage(Stage):
         ready = progress.ready
         self.carried[step.request_rows[ready]] = progress.position[ready]
 
-    def _states_of(self, rows: np.ndarray) -> CutState:
+    def _states_of(self, rows: ndarray) -> CutState:
         """The states of batch rows."""
         assert self.step is not None
         return self.states.load(self.index(self.step.request_rows[rows]))
 
-    def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
+    def _micro_step(self, progress: Progress, sent: ndarray) -> None:
         """Run candidates and missed tokens while the last stage ends the sent tokens."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
@@ -247,8 +249,8 @@ class FirstStage(Stage):
         progress.missed[goes_on] = True
 
     def _run_candidates(
-        self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
-    ) -> tuple[CutState | None, np.ndarray]:
+        self, progress: Progress, speculating: ndarray, missed: ndarray
+    ) -> tuple[CutState | None, ndarray]:
         """The first stack over k candidates of some rows, and over the missed tokens of
         others.
 
@@ -296,10 +298,10 @@ class FirstStage(Stage):
     def _advance(
         self,
         progress: Progress,
-        rows: np.ndarray,
+        rows: ndarray,
         state: CutState | None,
-        places: np.ndarray,
-        winners: np.ndarray,
+        places: ndarray,
+        winners: ndarray,
     ) -> None:
         """Run rows from the first stack's states to d_bar.
 

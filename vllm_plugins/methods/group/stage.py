@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import distributed
+from numpy import ndarray
+from torch import Tensor, distributed
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -43,9 +44,9 @@ class GroupStep(NamedTuple):
     """A step of several micro-steps; each array has an entry per batch row."""
 
     names: list[str]  # of the requests
-    request_rows: np.ndarray  # of their states and block tables in vLLM's runner
-    positions: np.ndarray  # int64, of the scheduled tokens
-    allowance: np.ndarray  # int64, tokens that each request may emit
+    request_rows: ndarray  # of their states and block tables in vLLM's runner
+    positions: ndarray  # int64, of the scheduled tokens
+    allowance: ndarray  # int64, tokens that each request may emit
 
     @property
     def size(self) -> int:
@@ -134,15 +135,15 @@ class Stage:
 
     def tokens(
         self,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        blocks: torch.Tensor | None = None,
+        rows: ndarray,
+        positions: ndarray,
+        blocks: Tensor | None = None,
     ) -> Tokens:
         """Tokens of batch rows, for a pass."""
         assert self.step is not None
         return Tokens(self.step.request_rows[rows], positions, blocks)
 
-    def index(self, values: np.ndarray) -> torch.Tensor:
+    def index(self, values: ndarray) -> Tensor:
         """An array of indices on the device."""
         return async_tensor_h2d(values, device=self.runner.device)
 
@@ -165,11 +166,11 @@ class StageChannel:
         self.dtype = dtype
         self.device = device
         # Sends under way, whose tensors must live until they are sent
-        self._sends: list[tuple[Any, torch.Tensor]] = []
-        self._expected: tuple[Any, torch.Tensor] | None = None
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._expected: tuple[Any, Tensor] | None = None
         unlink_shared_memory(group, get_tp_group())
 
-    def send_tokens(self, tokens: np.ndarray) -> None:
+    def send_tokens(self, tokens: ndarray) -> None:
         """Send a token per request of the batch [count] int64."""
         self._send((self.host_group, torch.from_numpy(tokens)))
 
@@ -179,7 +180,7 @@ class StageChannel:
         work = distributed.irecv(tokens, self.peer, group=self.host_group)
         self._expected = work, tokens
 
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> ndarray:
         """Wait for the expected tokens: [count] int64."""
         assert self._expected is not None
         work, tokens = self._expected
@@ -188,10 +189,10 @@ class StageChannel:
 
     def send_frame(
         self,
-        rows: np.ndarray,
+        rows: ndarray,
         state: CutState | None,
         count: int,
-        counted: np.ndarray,
+        counted: ndarray,
     ) -> None:
         """Send states of some rows of a batch.
 
@@ -212,7 +213,7 @@ class StageChannel:
             messages.append((self.device_group, torch.stack([hidden, residual])))
         self._send(*messages)
 
-    def frame(self, count: int) -> tuple[np.ndarray, CutState, np.ndarray]:
+    def frame(self, count: int) -> tuple[ndarray, CutState, ndarray]:
         """Wait for a batch's frame: (rows, their states, the first stage's counters)."""
         frame = torch.empty(len(COUNTERS) + count, dtype=torch.float64)
         distributed.recv(frame, self.peer, group=self.host_group)
@@ -224,7 +225,7 @@ class StageChannel:
             distributed.recv(state, self.peer, group=self.device_group)
         return rows, (state[0], state[1]), counted
 
-    def _send(self, *messages: tuple[Any, torch.Tensor]) -> None:
+    def _send(self, *messages: tuple[Any, Tensor]) -> None:
         for work, _ in self._sends:
             work.wait()
         self._sends = [
