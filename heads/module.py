@@ -21,8 +21,10 @@ from vllm_ppd.heads.base import HeadsConfig
 
 # A function y = W x of a matrix W: [rows, in] to [rows, out]
 Linear = Callable[[Tensor], Tensor]
-MIN_SIZE = 1024  # a smaller one saves nothing more
-GRAIN = 64  # sizes are multiples of it, which suits matrix products
+# Sizes of draft vocabularies: a smaller one saves nothing more, and multiples suit
+# matrix products
+MIN_SIZE = 1024
+GRAIN = 64
 # Shares of the text
 ALMOST_ALL = 0.99
 MIN_SHARE = 0.9

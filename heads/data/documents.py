@@ -38,7 +38,7 @@ LONGEST_SUMMARY = 200  # characters
 NO_RESPONSE = "a prompt without a response"
 MARK = "\ue000"  # a character that no template writes itself
 T = TypeVar("T")
-PROBE = "a"
+PROBE = "a"  # a text around which special tokens are seen
 
 
 class Documents:

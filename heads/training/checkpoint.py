@@ -40,6 +40,53 @@ BEST = "best.safetensors"  # the weights of the best evaluation
 LEAST = 1e-3  # least relative improvement of the decisive figure that counts
 
 
+class Processes(Accelerator):
+    """The processes of a run, of which torchrun and `accelerate launch` start several.
+
+    Args:
+        device: of a single process; several get theirs from accelerate.
+        folder: of checkpoints, of which the last two are kept.
+    """
+
+    def __init__(self, device: str, folder: Path) -> None:
+        alone = device_of(device)
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        # It warns whenever a checkpoint replaces another.
+        logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
+        super().__init__(
+            cpu=device == "cpu",
+            device_placement=several,
+            project_config=ProjectConfiguration(
+                str(folder), automatic_checkpoint_naming=True, total_limit=2
+            ),
+        )
+        if not several:
+            self.state.device = alone
+
+    def arithmetic(self, precision: str) -> Any:
+        """A context of bfloat16 arithmetic if that is the precision."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line to stderr without breaking a bar."""
+        if self.is_main_process:
+            tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)
+
+    def bar(self, name: str, tokens: int, **settings: Any) -> tqdm:
+        """A progress bar of tokens."""
+        return tqdm(
+            desc=name,
+            total=tokens,
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=1,
+            disable=not self.is_main_process,
+            **settings,
+        )
+
+
 class Evaluation(BaseModel):
     """Held-out loss and readable figures after some steps."""
 
@@ -224,50 +271,3 @@ def best_step(work: Path) -> int | None:
 def load_best(work: Path, module: nn.Module) -> None:
     """Restore the kept weights."""
     load_model(module, work / BEST)
-
-
-class Processes(Accelerator):
-    """The processes of a run, of which torchrun and `accelerate launch` start several.
-
-    Args:
-        device: of a single process; several get theirs from accelerate.
-        folder: of checkpoints, of which the last two are kept.
-    """
-
-    def __init__(self, device: str, folder: Path) -> None:
-        alone = device_of(device)
-        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        # It warns whenever a checkpoint replaces another.
-        logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
-        super().__init__(
-            cpu=device == "cpu",
-            device_placement=several,
-            project_config=ProjectConfiguration(
-                str(folder), automatic_checkpoint_naming=True, total_limit=2
-            ),
-        )
-        if not several:
-            self.state.device = alone
-
-    def arithmetic(self, precision: str) -> Any:
-        """A context of bfloat16 arithmetic if that is the precision."""
-        return torch.autocast(
-            self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
-        )
-
-    def say(self, text: str) -> None:
-        """Print a line to stderr without breaking a bar."""
-        if self.is_main_process:
-            tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)
-
-    def bar(self, name: str, tokens: int, **settings: Any) -> tqdm:
-        """A progress bar of tokens."""
-        return tqdm(
-            desc=name,
-            total=tokens,
-            unit=" tokens",
-            unit_scale=True,
-            mininterval=1,
-            disable=not self.is_main_process,
-            **settings,
-        )
