@@ -12,7 +12,7 @@ from pydantic import Field, Json
 
 from vllm_ppd.benchmarks.storage import BASE, CONTROL, BenchError
 from vllm_ppd.heads.folder import load_config
-from vllm_ppd.heads.options import Options
+from vllm_ppd.heads.options import Options, TrustRemoteCode
 from vllm_ppd.heads.text import COMMAS, Integers
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 
@@ -137,9 +137,7 @@ class DecodeOptions(Options):
         "bench.json",
         description="file of results; the same command continues a stopped run there",
     )
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model"
-    )
+    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True)

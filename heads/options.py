@@ -14,6 +14,10 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from vllm_ppd.heads.planning import Share
 from vllm_ppd.heads.text import COMMAS
 
+TrustRemoteCode = Annotated[
+    bool, Field(description="run code that comes with the model")
+]
+
 
 class Options(BaseModel):
     """Options of a command, which refuse unknown names."""
@@ -56,9 +60,7 @@ class FitOptions(Options):
         "package, and the model's own)",
     )
     seed: int = Field(0, description="seed of the texts and of the training")
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model"
-    )
+    trust_remote_code: TrustRemoteCode = False
     license: str = Field(
         "other",
         pattern=r"^[a-z0-9.-]+$",
@@ -132,9 +134,7 @@ class DataOptions(Options):
         "all free memory)",
     )
     seed: int = Field(0, description="seed; each chat derives its own from it")
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model"
-    )
+    trust_remote_code: TrustRemoteCode = False
 
 
 class TrainingOptions(Options):
@@ -267,9 +267,7 @@ class TrainingOptions(Options):
         "auto",
         description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
     )
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model"
-    )
+    trust_remote_code: TrustRemoteCode = False
     license: str = Field(
         "other",
         pattern=r"^[a-z0-9.-]+$",
@@ -364,6 +362,4 @@ class CalibrationOptions(Options):
         "auto",
         description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
     )
-    trust_remote_code: bool = Field(
-        False, description="run code that comes with the model"
-    )
+    trust_remote_code: TrustRemoteCode = False
