@@ -13,13 +13,18 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from vllm_ppd.benchmarks import BASE, BenchError
 from vllm_ppd.benchmarks.engine import EngineProcess, decode_batch
-from vllm_ppd.benchmarks.options import DecodeOptions
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.report import report
-from vllm_ppd.benchmarks.storage import Results, Run, turns_of
-from vllm_ppd.benchmarks.systems import System, systems_of
+from vllm_ppd.benchmarks.storage import (
+    BASE,
+    Batch,
+    BenchError,
+    Results,
+    Run,
+    turns_of,
+)
+from vllm_ppd.benchmarks.systems import DecodeOptions, System, systems_of
 from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
@@ -33,7 +38,7 @@ class Trial(NamedTuple):
     """A batch that every system decodes in turn, and the keys of its turns in the file."""
 
     place: dict[str, Any]
-    prompts: list[list[int]]
+    prompts: Batch
 
 
 def decode(options: DecodeOptions) -> str:
@@ -63,7 +68,7 @@ def decode(options: DecodeOptions) -> str:
     contenders = {system.name: system.identity() for system in systems}
     runs = [
         results.run_of(
-            {**options.settings(), "temperature": temperature}, contenders
+            {**options.essence(), "temperature": temperature}, contenders
         )
         for temperature in options.temperatures
     ]
@@ -113,7 +118,7 @@ def acceptance_trials(
     options: DecodeOptions, prompts: list[Prompt]
 ) -> list[Trial]:
     """Batches of the prompts of a category, the shortest first."""
-    by_category: defaultdict[str, list[list[int]]] = defaultdict(list)
+    by_category: defaultdict[str, Batch] = defaultdict(list)
     for prompt in prompts[: options.prompts]:
         by_category[prompt.category].append(prompt.ids)
     size = max(options.batch_sizes)
@@ -149,7 +154,7 @@ def measure(
     options: DecodeOptions,
     systems: list[System],
     missing: list[tuple[Run, Trial]],
-    others: list[list[int]],
+    others: Batch,
     results: Results,
 ) -> None:
     """Start the engines, let each decode each trial in turn, and write every turn when
@@ -167,7 +172,7 @@ def measure(
     """
     runs = [run for run, _ in missing]
     engines: list[EngineProcess] = []
-    warm: set[tuple[str, float, int]] = set()
+    warm: set[tuple[str, tuple[float, float], int]] = set()
     longest = max(
         len(ids) for _, trial in missing for ids in [*trial.prompts, *others]
     )
@@ -181,26 +186,21 @@ def measure(
             run["failures"][name] = str(error)
         results.write()
 
-    def decode_with(
-        engine: EngineProcess, prompts: list[list[int]], tokens: int, run: Run
-    ) -> dict[str, Any]:
-        temperature = run["options"]["temperature"]
-        return engine.call(
-            decode_batch, prompts, tokens, temperature, options.top_p
-        )
-
     def take_turn(
         engine: EngineProcess, trial: Trial, run: Run
     ) -> dict[str, Any]:
         size = trial.place["batch"]
-        state = (engine.name, run["options"]["temperature"], size)
+        sampling = run["options"]["temperature"], options.top_p
+        state = (engine.name, sampling, size)
         if state not in warm:
             tokens = min(WARM_UP_TOKENS, options.new_tokens)
-            decode_with(engine, others[:size], tokens, run)
+            engine.call(decode_batch, others[:size], tokens, *sampling)
             warm.add(state)
         if options.group:
             time.sleep(SPIN_SECONDS)
-        return decode_with(engine, trial.prompts, options.new_tokens, run)
+        return engine.call(
+            decode_batch, trial.prompts, options.new_tokens, *sampling
+        )
 
     with TemporaryDirectory(prefix="ppd-bench-") as logs, ExitStack() as running:
         for number, system in enumerate(systems):
@@ -219,7 +219,7 @@ def measure(
         for run, trial in tqdm(missing, desc="trials", mininterval=1):
             stopped = turns_of(run, **trial.place)
             run["turns"] = [turn for turn in run["turns"] if turn not in stopped]
-            base_ids: list[list[int]] = []
+            base_ids: Batch = []
             for engine in list(engines):
                 try:
                     turn = take_turn(engine, trial, run)
@@ -243,7 +243,7 @@ def measure(
                 results.write()
 
 
-def compare(base: list[list[int]], ids: list[list[int]]) -> dict[str, Any]:
+def compare(base: Batch, ids: Batch) -> dict[str, Any]:
     """How many greedy tokens equal those of vLLM alone by position, and which texts do not."""
     pairs = list(zip(base, ids, strict=True))
     return {

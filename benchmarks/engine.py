@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.storage import Batch, BenchError
 from vllm_ppd.benchmarks.systems import System
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -153,7 +153,7 @@ def start(system: System, arguments: dict[str, Any]) -> Any:
     if is_cpu():
         # vLLM's own methods sample wrongly on this backend; compare them without that
         # mistake.
-        from vllm_ppd.vllm_plugins.engine.cpu.workarounds import (
+        from vllm_ppd.vllm_plugins.engine.cpu.native import (
             mend_workers_to_come,
         )
 
@@ -213,7 +213,7 @@ def counters() -> Counter[tuple[str, str]]:
 
 def add_requests(
     engine: Any,
-    prompts: list[list[int]],
+    prompts: Batch,
     new_tokens: int,
     temperature: float,
     top_p: float,
@@ -239,7 +239,7 @@ def add_requests(
 
 def decode_batch(
     engine: Any,
-    prompts: list[list[int]],
+    prompts: Batch,
     new_tokens: int,
     temperature: float,
     top_p: float,

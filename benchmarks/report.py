@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.benchmarks import BASE
-from vllm_ppd.benchmarks.storage import Run, Turn, turns_of
+from vllm_ppd.benchmarks.storage import BASE, Run, Turn, turns_of
 from vllm_ppd.heads.text import table
 
 RESULTS = Path(__file__).resolve().parent / "results"

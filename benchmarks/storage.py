@@ -5,25 +5,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.provenance import provenance
 
+BASE = "vLLM"  # the system without speculation, to which others are compared
+CONTROL = "vLLM, again"  # a second engine of it, which shows the noise
+Batch = list[list[int]]  # token IDs of requests
 Run = dict[str, Any]
 Turn = dict[str, Any]
 # What a continued run shares
 SAME = ("options", "contenders", "versions", "machine", "git")
 
 
+class BenchError(UserError):
+    """Bad input of a benchmark, or an engine that fails."""
+
+
 def turns_of(run: Run, **place: Any) -> list[Turn]:
     """The turns of a run with these values, such as those of a contender."""
     return [turn for turn in run["turns"] if place.items() <= turn.items()]
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Write a file as a whole: a process that is killed leaves the old content or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 class Results:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.measured import Parts, Setting
-from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.options import TrainingOptions
+from vllm_ppd.heads.planning import Parts, Setting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +27,8 @@ KINDS: dict[
 Shapes = dict[str, list[int]]
 MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
+# Holds the counts of heads whose published weights are not changed
+COUNTS_NAME = "token_counts.safetensors"
 
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
 RecommendedDrafts = Annotated[

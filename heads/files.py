@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a heads folder: JSON objects, and files that are written whole or not at all."""
+"""Files on this disk: JSON objects, files that are written whole or not at all, and locks
+for a single writer, which end with the process that holds them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
 from pydantic_core import from_json
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.text import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, quoted, shortened
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +56,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all."""
     with replaced(path) as new:
         new.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all; its folder is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -103,3 +112,58 @@ def digest_of_value(value: Any) -> str:
 def named(path: Path) -> str:
     """The name of a file for messages."""
     return f"{path.name} in {quoted(str(path.parent))}"
+
+
+class InUse(HeadsError):
+    """A folder or file that another process is writing."""
+
+
+def writing_folder(
+    folder: StrPath, name: str = "--out"
+) -> contextlib.AbstractContextManager[None]:
+    """Become the only writer of a folder, which is made if it is missing.
+
+    Args:
+        folder: what is written.
+        name: of the folder in messages, before its path.
+
+    Raises:
+        InUse: if another process is writing it.
+        HeadsError: if it cannot be made or written.
+    """
+    return _locked(Path(folder) / ".lock", f"{name} {folder}")
+
+
+def writing_file(
+    path: StrPath,
+) -> contextlib.AbstractContextManager[None]:
+    """Become the only writer of a file, that of --out; its folder is made if it is missing.
+
+    Raises:
+        InUse, HeadsError: as writing_folder.
+    """
+    real = Path(path).resolve()
+    return _locked(real.with_name(f".{real.name}.lock"), f"--out {path}")
+
+
+@contextlib.contextmanager
+def _locked(file: Path, what: str) -> Iterator[None]:
+    lock = FileLock(file, timeout=0)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise InUse(
+            f"{what} is being written by another process; wait for it, or give "
+            "another path"
+        ) from None
+    except OSError as error:
+        raise HeadsError(
+            f"{what} cannot be written ({error.strerror}); make it writable, or give "
+            "another path"
+        ) from None
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.text import quoted
+from vllm_ppd.heads.text import StrPath, quoted
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 _token: ContextVar[str | bool | None] = ContextVar(
@@ -34,7 +34,7 @@ class HubName(NamedTuple):
         )
 
 
-def hub_name(name: str | os.PathLike[str]) -> HubName | None:
+def hub_name(name: StrPath) -> HubName | None:
     """Parse a name on the Hub; None for a local path and for anything that cannot be
     such a name.
     """
@@ -57,7 +57,7 @@ def token(value: str | bool | None) -> Iterator[None]:
         _token.reset(before)
 
 
-def folder_of(name: str | os.PathLike[str], file: str) -> str:
+def folder_of(name: StrPath, file: str) -> str:
     """The folder of heads on this disk, with one of their files.
 
     Args:
@@ -84,7 +84,7 @@ def folder_of(name: str | os.PathLike[str], file: str) -> str:
 
 
 def whole_folder(
-    name: str | os.PathLike[str],
+    name: StrPath,
     files: Sequence[str] = ("*.json", "*.safetensors"),
 ) -> str:
     """The folder of heads on this disk, with all of their files.
@@ -111,20 +111,7 @@ def whole_folder(
         )
 
 
-def cached(name: str | os.PathLike[str], file: str) -> str | None:
-    """The path of a file in the Hub's cache, without a request to the Hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    repository = hub_name(name)
-    if repository is None:
-        return None
-    path = try_to_load_from_cache(
-        repository.repo, file, revision=repository.revision
-    )
-    return path if isinstance(path, str) else None
-
-
-def pinned(name: str | os.PathLike[str], file: str) -> str:
+def pinned(name: StrPath, file: str) -> str:
     """The name with its current commit, so that every process loads the same heads.
 
     Raises:

@@ -1,14 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice from a calibration: the best setting of some heads, its gain, and PPD's Theorem 4.1."""
+"""The stored parts of a calibration, typed by each kind of heads, the drafting settings
+made from them, and advice: the best setting, its gain, and PPD's Theorem 4.1.
+
+Reading needs no torch. Figures that only reports show are stored untyped.
+"""
 
 import shlex
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.measured import Parts
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Amount = Annotated[float, Field(ge=0, le=1e15)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Number = Annotated[
+    int, Field(ge=1, le=10**9, strict=False)
+]  # JSON's keys are strings
+T = TypeVar("T")
 
 
-def recommend(config: HeadsConfig, parts: Parts) -> dict[str, Any]:
+class Stored(BaseModel):
+    """A part of a calibration, or a piece of one; keys of later versions are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Timing(Stored):
+    """What gives the cost of drafts relative to a pass of the target."""
+
+    lm_head_share: (
+        Share  # h: a read of the LM head relative to a full pass, batch 1
+    )
+    # A d x d matrix relative to a decoder layer; missing in early calibrations
+    transform_in_layers: Amount = 0.0
+
+
+class Counts(Stored):
+    """Expected counts of an engine on some texts, in vLLM's terms."""
+
+    cycles: Amount
+    drafts: Amount = 0.0
+    drafted: Amount
+    accepted: Amount = 0.0
+    rate: Share = 0.0  # accepted / drafted
+    length: float = Field(1.0, ge=1, le=17)  # 1 + accepted / drafts
+
+
+class ByDrafts(Stored):
+    """Counts with 1, 2, ... drafts per step."""
+
+    by_drafts: list[Counts] = Field(min_length=1, max_length=16)
+
+
+def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
+    if len(by_texts) != 2 or "greedy" not in by_texts:
+        raise ValueError("acceptance must have greedy and sampled texts")
+    return by_texts
+
+
+ByTexts = Annotated[
+    dict[Annotated[str, Field(max_length=80)], T], AfterValidator(_on_two_texts)
+]
+
+
+def sampled(by_texts: Mapping[str, T]) -> T:
+    """The part measured on sampled texts."""
+    (name,) = by_texts.keys() - {"greedy"}
+    return by_texts[name]
+
+
+class Parts(Stored):
+    """The parts of a calibration; each kind adds its own."""
+
+    timing: Timing
+
+
+class PartsByVocabulary(Parts, Generic[T]):
+    """The parts of heads that draft from a vocabulary."""
+
+    acceptance: ByTexts[T]  # with the whole vocabulary
+    # On sampled texts, by the size of the draft vocabulary
+    vocabulary: dict[Number, T] = Field(default_factory=dict)
+
+    def by_vocabulary(self) -> Iterator[tuple[int | None, T]]:
+        """What was measured on sampled texts, by size (None: the whole vocabulary)."""
+        yield None, sampled(self.acceptance)
+        yield from self.vocabulary.items()
+
+    def by_name(self) -> dict[str, T]:
+        """What was measured, by a name for reports."""
+        by_name = dict(self.acceptance)
+        for size, by in self.vocabulary.items():
+            by_name[f"sampled, from {size} tokens"] = by
+        return by_name
+
+
+class Setting(NamedTuple):
+    """A calibrated setting of drafting with heads, its cost, and its accepted drafts."""
+
+    options: dict[str, Any]  # fields of the heads' configuration
+    length: float  # tokens per cycle
+    # Decoder layers that drafting adds to a pass, the heads' own d x d matrices among
+    # them
+    layers: float
+    reads: float  # reads of the whole LM head that it adds
+
+    def cycle(self, num_layers: int, head_share: float) -> float:
+        """Work of a cycle in full passes at batch 1, where memory bandwidth is the
+        limit; h is the LM head's share.
+        """
+        return (
+            1
+            + self.layers * (1 - head_share) / num_layers
+            + head_share * self.reads
+        )
+
+
+def recommend(config: Any, parts: Parts) -> dict[str, Any]:
     """The setting of trained heads with the highest predicted speed-up on sampled
     texts.
 

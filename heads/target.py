@@ -17,7 +17,8 @@ from safetensors import safe_open
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes, TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.text import quoted
+from vllm_ppd.heads.files import digest_of_value
+from vllm_ppd.heads.text import StrPath, quoted
 
 # Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = (
@@ -32,7 +33,7 @@ SAMPLED_ROWS = 64
 DTYPES = ("F32", "BF16", "F16")
 
 
-def find_target(name: str, folder: str | os.PathLike[str]) -> str:
+def find_target(name: str, folder: StrPath) -> str:
     """The path or name by which to load the target that heads name.
 
     A relative path is looked up in the heads' folder and the folders above it, so that
@@ -52,7 +53,7 @@ def find_target(name: str, folder: str | os.PathLike[str]) -> str:
     return path
 
 
-def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
+def stored_name(name: str, folder: StrPath) -> str:
     """The name of the target to store in a heads folder: a relative path only if it
     leads back to the target.
     """
@@ -63,9 +64,7 @@ def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
     return name if is_found else os.path.abspath(name)
 
 
-def check_reachable(
-    target: str, folder: str | os.PathLike[str], instead: str
-) -> None:
+def check_reachable(target: str, folder: StrPath, instead: str) -> None:
     """Refuse a target that is not on this disk and cannot be a name on the Hub
     (offline: is not in its cache).
 
@@ -98,7 +97,7 @@ def _may_be_on_hub(name: str) -> bool:
     return not constants.HF_HUB_OFFLINE or isinstance(cached, str)
 
 
-def _from(folder: str | os.PathLike[str], name: str) -> str | None:
+def _from(folder: StrPath, name: str) -> str | None:
     """The path of a model by that name in a folder or in one above it; None if there is none."""
     here = Path(folder).resolve()
     for base in (here, *here.parents):
@@ -107,11 +106,11 @@ def _from(folder: str | os.PathLike[str], name: str) -> str | None:
     return None
 
 
-def _is_model(path: str | os.PathLike[str]) -> bool:
+def _is_model(path: StrPath) -> bool:
     return os.path.isfile(os.path.join(path, "config.json"))
 
 
-def fingerprint(model_folder: str | Path) -> TargetFingerprint:
+def fingerprint(model_folder: StrPath) -> TargetFingerprint:
     """Hash the vocabulary of a model folder on this disk, and rows of its LM head.
 
     A hash is None if the folder lacks its files.
@@ -140,7 +139,7 @@ def vocabulary_hash(tokenizer: Path) -> str | None:
             ids.add((token["id"], token["content"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest()
+    return digest_of_value(sorted(ids))
 
 
 def _lm_head_hash(folder: Path) -> str | None:
@@ -174,7 +173,7 @@ def _lm_head_hash(folder: Path) -> str | None:
 
 def check_target(
     config: HeadsConfig,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     target: Any,
     fingerprint: TargetFingerprint,
     strict: bool = False,
@@ -244,7 +243,7 @@ def _differ(ours: str | None, theirs: str | None) -> bool:
 
 def check_on_disk(
     config: HeadsConfig,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     target: str,
     trust_remote_code: bool = False,
     strict: bool = False,

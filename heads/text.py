@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values in messages, on one printable line, and lists of options."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError
 
+StrPath = str | os.PathLike[str]
 LONGEST_VALUE = 80  # characters
 LONGEST_MESSAGE = 300
 

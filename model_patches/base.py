@@ -26,7 +26,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ from vllm_ppd.model_patches.families import MULTIMODAL, adapter_path
 
 # (hidden, residual) at a cut, both [tokens, hidden size]; the residual is None in
 # families without one.
-CutState = tuple[torch.Tensor, torch.Tensor | None]
+CutState = tuple[Tensor, Tensor | None]
 
 
 class Adapter(ABC):
@@ -61,23 +61,21 @@ class Adapter(ABC):
         return self.decoder.layers
 
     @abstractmethod
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """Token ids [tokens] to hidden states [tokens, hidden]."""
 
     @abstractmethod
     def run(
         self,
         layers: Sequence[nn.Module],
-        positions: torch.Tensor,  # [tokens]
-        hidden: torch.Tensor,  # [tokens, hidden]
-        residual: torch.Tensor | None,
+        positions: Tensor,  # [tokens]
+        hidden: Tensor,  # [tokens, hidden]
+        residual: Tensor | None,
     ) -> CutState:
         """Run consecutive layers."""
 
     @abstractmethod
-    def norm(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> torch.Tensor:
+    def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         """The target's final norm: [tokens, hidden]. May overwrite its inputs."""
 
     @abstractmethod
@@ -135,17 +133,9 @@ class Stack(nn.Module):
 
     def forward(
         self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> Any:
-        return self.run(positions, hidden, residual)
-
-    def run(
-        self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
     ) -> Any:
         """The state after the layers, or normed hidden states if they are the last."""
         state: CutState = (hidden, residual)
@@ -165,9 +155,11 @@ class FirstStack(Stack):
     """The stack that starts from token ids."""
 
     def forward(  # type: ignore[override]
-        self, input_ids: torch.Tensor, positions: torch.Tensor
+        self, input_ids: Tensor, positions: Tensor
     ) -> Any:
-        return self.run(positions, self.adapter.embed(input_ids), None)
+        # Without super(): compiled_stack copies this function without its closure
+        hidden = self.adapter.embed(input_ids)
+        return Stack.forward(self, positions, hidden, None)
 
 
 def compiled_stack(
@@ -194,12 +186,12 @@ def compiled_stack(
         return cls(vllm_config=vllm_config, **kwargs)
 
 
-def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
+def rows_of(state: CutState, index: Tensor | slice) -> CutState:
     """The state of the tokens at an index."""
     return state[0][index], None if state[1] is None else state[1][index]
 
 
-def summed(state: CutState) -> torch.Tensor:
+def summed(state: CutState) -> Tensor:
     """The sum of a state [tokens, hidden], which a layer's norm reads; a layer computes
     the same from (sum, None).
     """
@@ -293,8 +285,8 @@ class ModelCut:
         return views[0], views[1]  # type: ignore[return-value]
 
     def embeddings(
-        self, input_ids: torch.Tensor | None, given: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+        self, input_ids: Tensor | None, given: Tensor | None = None
+    ) -> Tensor | None:
         """The embeddings from which the first stack starts, [tokens, hidden]; None if
         it embeds token IDs itself.
 
@@ -312,9 +304,9 @@ class ModelCut:
     def start(
         self,
         stack: Stack,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        embeddings: torch.Tensor | None,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        embeddings: Tensor | None,
     ) -> Any:
         """Run a stack that begins at the model's input."""
         if embeddings is None:
@@ -323,11 +315,11 @@ class ModelCut:
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | CutState:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | CutState:
         """Run the whole model.
 
         Args:

@@ -9,15 +9,27 @@ layer's input (DynaMo).
 The target stays in one piece, so a forward without the branches takes as long as vLLM's
 own. Heads that read the states of several layers need no branch: the forward stores
 these states (TappedModel).
+
+The token heads' layers are of the target's own class (build_layers). They are numbered
+after the target's last layer, so vLLM allocates their KV beside the target's, in the same
+blocks: prefix caching, preemption and chunked prefill treat both alike.
 """
 
-from collections.abc import Sequence
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from vllm.config import VllmConfig
+from torch import Tensor, nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.model_executor.models.utils import AutoWeightsLoader
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_ppd.model_patches.base import (
+    Adapter,
     CutState,
     ModelCut,
     Stack,
@@ -44,18 +56,18 @@ class TappedModel(ModelCut):
         model: nn.Module,
         vllm_config: VllmConfig,
         layers: Sequence[int],
-        buffers: torch.Tensor,
+        buffers: Tensor,
     ) -> None:
         super().__init__(model, vllm_config, (), taps=layers)
         self.buffers = buffers
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         output, *states = self.start(self.stacks[0], input_ids, positions, None)
         for buffer, state_after in zip(self.buffers, states, strict=True):
@@ -70,10 +82,10 @@ class Branches(Stack):
 
     def forward(
         self,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+        positions: Tensor,
+        hidden: Tensor,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         """Return each layer's normed hidden states [tokens, hidden], given the
         pre-final state without a residual.
         """
@@ -102,13 +114,13 @@ class BranchedModel(ModelCut):
         self.has_residual = False  # the branches read a sum
         self.branches: Stack | None = None
         # [branches, max tokens, hidden], their latest output
-        self.branch_hidden: torch.Tensor | None = None
+        self.branch_hidden: Tensor | None = None
 
     def add_branches(
         self,
         layers: Sequence[nn.Module],
         vllm_config: VllmConfig,
-        hidden: torch.Tensor,
+        hidden: Tensor,
     ) -> None:
         """Run further layers in every forward.
 
@@ -132,11 +144,11 @@ class BranchedModel(ModelCut):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         embeddings = self.embeddings(input_ids, inputs_embeds)
         output, before = self.start(
@@ -153,3 +165,91 @@ class BranchedModel(ModelCut):
             for hidden, state in zip(self.branch_hidden, states, strict=True):
                 hidden[: len(state)].copy_(state)
         return output
+
+
+def build_layers(
+    adapter: Adapter,
+    vllm_config: VllmConfig,
+    tensors: list[dict[str, Tensor]],
+    device: torch.device,
+) -> list[nn.Module]:
+    """Build one layer per dictionary of weights, which has the names of a decoder layer
+    in the target's checkpoint.
+
+    Call this before the KV cache is sized. The layers are not quantised, even if the
+    target is.
+
+    Raises:
+        ValueError: if weights of a layer are missing or unknown.
+    """
+    last = adapter.layers[-1]
+    prefix = _prefix_of(adapter, last)
+    plain = copy.copy(vllm_config)
+    plain.quant_config = None
+    number = len(adapter.layers)
+    layers = []
+    with (
+        set_current_vllm_config(plain),
+        set_default_torch_dtype(vllm_config.model_config.dtype),
+        device,
+        _longer(vllm_config.model_config.hf_text_config, len(tensors)),
+    ):
+        for offset, weights in enumerate(tensors):
+            layer = _build(type(last), plain, f"{prefix}.{number + offset}")
+            _load(layer, weights, adapter.decoder)
+            process_weights_after_loading(layer, vllm_config.model_config, device)
+            layers.append(layer.eval().requires_grad_(False))
+    return layers
+
+
+def _prefix_of(adapter: Adapter, layer: nn.Module) -> str:
+    """The name of the list of layers, such as model.layers."""
+    name = next(
+        name for name, module in adapter.model.named_modules() if module is layer
+    )
+    return name.rpartition(".")[0]
+
+
+def _build(
+    cls: type[nn.Module], vllm_config: VllmConfig, prefix: str
+) -> nn.Module:
+    """Build a layer, from vLLM's whole configuration or from three parts of it, as its
+    class requires.
+    """
+    parameters = inspect.signature(cls.__init__).parameters
+    if "vllm_config" in parameters:
+        return cls(vllm_config=vllm_config, prefix=prefix)
+    return cls(
+        config=vllm_config.model_config.hf_text_config,
+        cache_config=vllm_config.cache_config,
+        quant_config=None,
+        prefix=prefix,
+    )
+
+
+def _load(layer: nn.Module, weights: dict[str, Tensor], decoder: Any) -> None:
+    loaded = AutoWeightsLoader(layer).load_weights(
+        weights.items(), mapper=getattr(decoder, "hf_to_vllm_mapper", None)
+    )
+    missing = {name for name, _ in layer.named_parameters()} - loaded
+    if missing:
+        raise ValueError(
+            f"token head lacks weights for {sorted(missing)[0]}; the heads are of "
+            "another model family"
+        )
+
+
+@contextlib.contextmanager
+def _longer(config: Any, layers: int) -> Iterator[None]:
+    """Extend layer_types by the last layer's kind, for families whose layers look up
+    their kind by number.
+    """
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        yield
+        return
+    config.layer_types = [*kinds, *[kinds[-1]] * layers]
+    try:
+        yield
+    finally:
+        config.layer_types = kinds

@@ -3,9 +3,9 @@
 refuse before a model loads.
 """
 
-LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
-GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
-TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"
+LLAMA_LIKE = "vllm_ppd.model_patches.adapters.LlamaLikeAdapter"
+GRANITE = "vllm_ppd.model_patches.adapters.GraniteAdapter"
+TRANSFORMERS = "vllm_ppd.model_patches.adapters.TransformersAdapter"
 
 # Architecture name (as in the model's config.json) -> adapter.
 FAMILIES: dict[str, str] = {

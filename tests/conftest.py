@@ -335,7 +335,7 @@ def heads_folder(
     import heads_folders
     import torch
 
-    from vllm_ppd.heads.io import save_heads
+    from vllm_ppd.heads.folder import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
         exits = list(exit_layers)

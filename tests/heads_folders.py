@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.folder import save_heads
 from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import decoder_layer, fingerprint
 from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain

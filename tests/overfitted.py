@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.heads.kinds import KINDS, recipe_of
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.target import Target

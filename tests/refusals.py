@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.engine import arg_utils
 
-from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.activation import activate

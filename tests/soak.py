@@ -25,7 +25,7 @@ from server import Server
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from vllm_ppd.benchmarks.models.corpus import split
+from vllm_ppd.benchmarks.models.texts import split
 
 DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
 HEADS = DEMO / "heads"

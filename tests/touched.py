@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.vllm_plugins.engine.cpu.native import KERNELS
-from vllm_ppd.vllm_plugins.patches import PATCHES, vllm_version
+from vllm_ppd.vllm_plugins.patches.install import PATCHES, vllm_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_name("touched.json")

@@ -9,7 +9,8 @@ def register() -> None:
     Imports nothing heavy, changes nothing unless one of our methods is used, and never
     raises on an unsupported vLLM.
     """
-    from vllm_ppd.vllm_plugins import patches, platform
+    from vllm_ppd.vllm_plugins import platform
+    from vllm_ppd.vllm_plugins.patches.install import install
 
     platform.end_with_parent()
-    patches.install()
+    install()

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from vllm_ppd.benchmarks.report import rows_table
-from vllm_ppd.benchmarks.storage import provenance, write_json
+from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.provenance import provenance
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import Top, back_off, draw_ngrams, find_peaks

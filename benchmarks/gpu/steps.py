@@ -17,8 +17,9 @@ from typing import Any
 
 from vllm_ppd.benchmarks.engine import EngineProcess, add_requests
 from vllm_ppd.benchmarks.report import rows_table
-from vllm_ppd.benchmarks.storage import provenance, write_json
 from vllm_ppd.benchmarks.systems import System
+from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.provenance import provenance
 
 PROMPT = list(range(5, 25))
 BATCHES = (1, 8)

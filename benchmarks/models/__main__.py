@@ -10,20 +10,24 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vllm_ppd.benchmarks.models import answers, corpus, eagle, inflate, smollm
+from vllm_ppd.benchmarks.models import eagle, inflate, smollm, texts
 from vllm_ppd.vllm_plugins.cli.arguments import Command
 from vllm_ppd.vllm_plugins.cli.main import main
 
-MODULES: dict[str, tuple[Any, str, type[BaseModel]]] = {
-    "corpus": (corpus, "write the demo corpus", corpus.CorpusOptions),
-    "eagle": (eagle, "train an EAGLE head", eagle.EagleOptions),
-    "inflate": (inflate, "make models and heads wider", inflate.InflateOptions),
-    "unpack": (answers, "restore a target's answers", answers.UnpackOptions),
-    "smollm": (smollm, "make SmolLM2-135M-Instruct", smollm.SmolLMOptions),
+RUNS: dict[str, tuple[Any, str, type[BaseModel]]] = {
+    "corpus": (texts.write_corpus, "write the demo corpus", texts.CorpusOptions),
+    "eagle": (eagle.run, "train an EAGLE head", eagle.EagleOptions),
+    "inflate": (
+        inflate.run,
+        "make models and heads wider",
+        inflate.InflateOptions,
+    ),
+    "unpack": (texts.unpack, "restore a target's answers", texts.UnpackOptions),
+    "smollm": (smollm.run, "make SmolLM2-135M-Instruct", smollm.SmolLMOptions),
 }
 COMMANDS = {
-    name: Command(text, str(module.__doc__), module.run, options)
-    for name, (module, text, options) in MODULES.items()
+    name: Command(text, str(sys.modules[run.__module__].__doc__), run, options)
+    for name, (run, text, options) in RUNS.items()
 }
 
 if __name__ == "__main__":

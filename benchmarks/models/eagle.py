@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import (
@@ -20,9 +19,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from vllm_ppd.benchmarks.storage import write_json
+from vllm_ppd.heads.files import write_json, write_tensors
+from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.training.loop import train
-from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -86,14 +85,14 @@ class Eagle(Recipe):
         matrices = [p for p in self.parameters() if p.dim() == 2]
         return [{"params": matrices, "peak": learning_rate}, vectors]
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """The target's logits [..., V] for states [..., hidden]."""
         unembedding = self.target.unembedding
         return functional.linear(
             states.to(unembedding.dtype), unembedding
         ).float()
 
-    def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+    def predicted(self, batch: Batch, hidden: Tensor) -> Tensor:
         """The predicted state after each token but a window's last: [windows, length -
         1, hidden].
 
@@ -117,7 +116,7 @@ class Eagle(Recipe):
             position_ids=positions,
         )
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         # After the final norm, as vLLM gives states to drafters
         final = self.states(batch).final.float()
         hidden = final.view(*batch.input_ids.shape, -1)
@@ -140,19 +139,19 @@ class Eagle(Recipe):
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         return {"the target's token": round(counts["right"] / counts["known"], 4)}
 
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         tensors = {"fc.weight": self.fc.weight.detach()}
         for name, tensor in self.layer.state_dict().items():
             tensors[f"layers.0.{name}"] = tensor
         stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        save_file(stored, out / "model.safetensors", {"format": "pt"})
+        write_tensors(out / "model.safetensors", stored)
         changes = {
             "architectures": ["LlamaForCausalLM"],
             "num_hidden_layers": 1,
             "torch_dtype": "bfloat16",
         }
         write_json(out / "config.json", self.target.config.to_dict() | changes)
-        (out / "provenance.json").write_text(provenance)
+        write_json(out / "provenance.json", provenance)
 
 
 def run(options: EagleOptions) -> int:

@@ -20,7 +20,6 @@ smaller.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,12 +29,14 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file
+from torch import Tensor
 
-from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.storage import provenance, write_json
+from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.files import read_json_object, write_json
+from vllm_ppd.heads.folder import load_tensors, save_heads
+from vllm_ppd.heads.provenance import provenance
 from vllm_ppd.heads.target import fingerprint
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -87,7 +88,7 @@ def run(options: InflateOptions) -> int:
     return 0
 
 
-def inflate(tensor: torch.Tensor, rule: str, times: int) -> torch.Tensor:
+def inflate(tensor: Tensor, rule: str, times: int) -> Tensor:
     """The tensor with each dimension repeated or filled up, as its rule says."""
     for dim, growth in enumerate(rule):
         if growth != "-":
@@ -96,16 +97,14 @@ def inflate(tensor: torch.Tensor, rule: str, times: int) -> torch.Tensor:
     return tensor
 
 
-def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def filled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with zeros up to a shape."""
     larger = tensor.new_zeros(shape)
     larger[tuple(map(slice, tensor.shape))] = tensor
     return larger
 
 
-def in_blocks(
-    name: str, tensor: torch.Tensor, size: int, times: int
-) -> torch.Tensor:
+def in_blocks(name: str, tensor: Tensor, size: int, times: int) -> Tensor:
     """A matrix of a recurrent state (heads/cp/module.py) with each of its blocks
     filled up by itself.
 
@@ -148,7 +147,7 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     Raises:
         BenchError: if the model is not of the Llama family.
     """
-    config = _read(model)
+    config = read_json_object(model / "config.json", "give a model folder")
     if config["model_type"] not in FAMILIES:
         raise BenchError(
             f"{model}: model_type {config['model_type']!r} is not one of "
@@ -201,7 +200,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     """
     config, tensors = load_tensors(folder)
     size = config.target.hidden_size
-    hidden_size = _read(model)["hidden_size"]
+    hidden_size = read_json_object(model / "config.json")["hidden_size"]
     if size * times != hidden_size:
         raise HeadsError(
             f"heads in {str(folder)!r} are for hidden size {size}, not "
@@ -227,7 +226,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     inflated = config.model_copy(update=changes)
     shapes = inflated.shapes()
 
-    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def grown(name: str, tensor: Tensor) -> Tensor:
         if config.is_count(name):
             return tensor
         if any(name.endswith(f".{of_layer}") for of_layer in layer):
@@ -245,8 +244,3 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         out / "provenance.json", provenance() | {"inflated_from": str(folder)}
     )
     print(f"{out}: {inflated.describe()}")
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config

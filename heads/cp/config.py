@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, Shapes
-from vllm_ppd.heads.measured import ByDrafts, PartsByVocabulary, Setting
+from vllm_ppd.heads.options import FullOptions
+from vllm_ppd.heads.planning import ByDrafts, PartsByVocabulary, Setting
 from vllm_ppd.heads.text import Integers
-from vllm_ppd.heads.training.options import FullOptions
 
 CPParts = PartsByVocabulary[ByDrafts]
 Condition = Literal["none", "recurrent"]

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.cp.config import CPConfig, Experts
 from vllm_ppd.heads.cp.module import CPHead, initial_tensors, mixtures, normed
-from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.module import columns, first_guess, most_frequent
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents of the files that a user names, as text or as the token IDs that vLLM's
-server makes.
+server makes, and their prompts: a record's own, or pieces of its text.
+
+vLLM tokenises a completion's prompt with special tokens (for many models a BOS token),
+and a chat without, since its template has written them already.
 """
 
 from __future__ import annotations
@@ -10,29 +13,32 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from vllm_ppd.heads.data.files import expand, records
 from vllm_ppd.heads.data.records import (
     Answer,
     Chat,
     Document,
+    Messages,
     Skipped,
+    expand,
     parse_record,
     readable,
+    records,
 )
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.text import LONGEST_VALUE, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, shortened
 
 BATCH = 64  # documents tokenised at once
 LONGEST_SUMMARY = 200  # characters
 NO_RESPONSE = "a prompt without a response"
 MARK = "\ue000"  # a character that no template writes itself
+T = TypeVar("T")
+PROBE = "a"  # a text around which special tokens are seen
 
 
 class Documents:
@@ -53,7 +59,7 @@ class Documents:
 
     def __init__(
         self,
-        data: Sequence[str | Path],
+        data: Sequence[StrPath],
         tokenizer: Any,
         system: str | None = None,
         by_answer: bool = False,
@@ -89,8 +95,10 @@ class Documents:
     def _documents(self, record: Any, where: str) -> list[Document]:
         """The documents of a record, which is counted."""
         document = parse_record(record, where)
+        category = str(record.get("category", ""))
         if isinstance(document, Chat):
             document = render(document, where, self.tokenizer, self._system)
+        document = replace(document, category=category)
         if not self._by_answer:
             self.count += 1
             return [document]
@@ -209,7 +217,7 @@ def render(
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
 
-    def rendered(messages: list[dict[str, Any]], asked: bool = False) -> str:
+    def rendered(messages: Messages, asked: bool = False) -> str:
         try:
             return tokenizer.apply_chat_template(
                 messages,
@@ -249,9 +257,7 @@ def render(
     return replace(made, responses=tuple(spans))
 
 
-def _answer(
-    messages: list[dict[str, Any]], rendered: Callable[..., str]
-) -> Answer:
+def _answer(messages: Messages, rendered: Callable[..., str]) -> Answer:
     """The last message as the model writes it: from the end of the prompt that the
     server would read.
 
@@ -281,3 +287,78 @@ def _answer(
     raise Skipped(
         "an answer that the chat template does not render as the model writes it"
     )
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The token IDs that a tokenizer adds before and after a text."""
+    plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer(PROBE)["input_ids"])
+    for start in range(len(whole) - len(plain) + 1):
+        end = start + len(plain)
+        if whole[start:end] == plain:
+            return whole[:start], whole[end:]
+    return [], []
+
+
+def document_prompts(
+    documents: Documents, length: int, stride: int = 1
+) -> Iterator[tuple[Document, list[list[int]]]]:
+    """Each document with its prompts as token IDs: the record's own, which may have any
+    length, or successive pieces of its text.
+
+    Args:
+        documents: users' data.
+        length: tokens of a piece of text, special ones included.
+        stride: lengths from one piece to the next.
+
+    Raises:
+        TrainingError: on a file or a record that is malformed.
+    """
+    tokenizer = documents.tokenizer
+    before, after = special_tokens(tokenizer)
+    size = max(1, length - len(before) - len(after))
+    for document in documents.tokens():
+        if document.prompt_ids is not None:
+            yield document, [document.prompt_ids]
+        elif document.prompt:
+            encoded = tokenizer(
+                document.prompt,
+                add_special_tokens=not document.is_chat,
+                verbose=False,
+            )
+            yield document, [list(encoded["input_ids"])]
+        else:
+            ids = document.ids or []
+            text = ids[len(before) : len(ids) - len(after)]
+            starts = range(0, len(text) - size + 1, stride * size)
+            pieces = [text[start : start + size] for start in starts]
+            yield document, [[*before, *piece, *after] for piece in pieces]
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that a model does not know.
+
+    Raises:
+        TrainingError: if one is not below vocab_size.
+    """
+    if len(ids) and max(ids) >= vocab_size:
+        raise TrainingError(
+            f"the data has token id {max(ids)}, but the model has {vocab_size} "
+            "tokens; give data for the model's own tokenizer"
+        )
+
+
+def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
+    """The first of each row, then the second of each row that has one, and so on;
+    without values that are empty.
+    """
+    columns = itertools.zip_longest(*rows)
+    return [value for column in columns for value in column if value]
+
+
+def from_the_middle(pieces: list[T]) -> list[T]:
+    """Pieces of a document, the middle one first, since the beginnings of documents
+    resemble each other.
+    """
+    middle = len(pieces) // 2
+    return pieces[middle:] + pieces[:middle]

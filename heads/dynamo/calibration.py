@@ -7,15 +7,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.acceptance import (
+    Drafted,
+    Texts,
+    ahead,
+    logits_at,
+    replay,
+)
 from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
-from vllm_ppd.heads.calibration.text import Texts, ahead, logits_at
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
-from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.dynamo.recipe import new_layers
+from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -28,7 +33,7 @@ def drafted(
     calibration: Calibration,
     texts: Texts,
     eps_b: Sequence[float],
-    token_ids: torch.Tensor | None = None,
+    token_ids: Tensor | None = None,
 ) -> dict[Key, Drafted]:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
@@ -56,8 +61,8 @@ def drafted(
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
     keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
-    chances: dict[Key, list[torch.Tensor]] = defaultdict(list)
-    limits: dict[Key, list[torch.Tensor]] = defaultdict(list)
+    chances: dict[Key, list[Tensor]] = defaultdict(list)
+    limits: dict[Key, list[Tensor]] = defaultdict(list)
     for some, windows in texts.batches(calibration.options.batch):
         generated = texts.generated[some]
         final, *states = (
@@ -118,7 +123,7 @@ def drafted(
 
 def head_states(
     calibration: Calibration, heads: DynaMoHeads, batch: Batch
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The states that the LM head reads for each head, the target's first: [tokens,
     hidden] each.
     """
@@ -135,7 +140,7 @@ def head_states(
 
 
 def rows(
-    calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None
+    calibration: Calibration, texts: Texts, token_ids: Tensor | None
 ) -> Rows:
     """What is stored of `drafted`."""
     counts = drafted(

@@ -17,14 +17,14 @@ from pydantic import (
 )
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.measured import (
+from vllm_ppd.heads.options import FullOptions
+from vllm_ppd.heads.planning import (
     Counts,
     PartsByVocabulary,
     Setting,
     Share,
     Stored,
 )
-from vllm_ppd.heads.training.options import FullOptions
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 
 from vllm_ppd.kernels.joint import Ngrams
 
@@ -25,16 +26,16 @@ class Digits(NamedTuple):
     base: int  # B
     # [digits] int64, the token of each digit, ascending; the digit B - 1 stands for all
     # others, if there are any
-    tokens: np.ndarray
+    tokens: ndarray
 
-    def columns(self, vocab_size: int) -> np.ndarray:
+    def columns(self, vocab_size: int) -> ndarray:
         """The digit of each token: [vocabulary] int64."""
         columns = np.full(vocab_size, self.base - 1)
         columns[self.tokens] = np.arange(len(self.tokens))
         return columns
 
 
-def digits_of(unigram: np.ndarray, order: int) -> Digits:
+def digits_of(unigram: ndarray, order: int) -> Digits:
     """The digits of keys up to an order: all tokens, or so many of the most frequent
     that the keys fit 63 bits.
 
@@ -68,11 +69,11 @@ class CoOccurrence:
 
     def __init__(
         self,
-        unigram: np.ndarray,  # [vocabulary] counts
+        unigram: ndarray,  # [vocabulary] counts
         # [orders] number of the corpus's n-grams of each order from 1
-        totals: np.ndarray,
-        keys: dict[int, np.ndarray],  # order -> [entries] int64, ascending
-        counts: dict[int, np.ndarray],  # order -> [entries] int64
+        totals: ndarray,
+        keys: dict[int, ndarray],  # order -> [entries] int64, ascending
+        counts: dict[int, ndarray],  # order -> [entries] int64
     ) -> None:
         self.unigram = unigram
         self.totals = totals
@@ -83,11 +84,11 @@ class CoOccurrence:
     @classmethod
     def from_tokens(
         cls,
-        chunks: Iterable[np.ndarray],
+        chunks: Iterable[ndarray],
         vocab_size: int,
         order: int,
         max_entries: int | None = None,
-        unigram: np.ndarray | None = None,
+        unigram: ndarray | None = None,
     ) -> CoOccurrence:
         """Count the n-grams of a stream of documents; no n-gram crosses the end of a
         chunk.
@@ -143,7 +144,7 @@ class CoOccurrence:
             {n: table.counts for n, table in tables.items()},
         )
 
-    def ratios(self, order: int) -> np.ndarray:
+    def ratios(self, order: int) -> ndarray:
         """p^(x_1..x_n) / prod p^(x_i) of each n-gram that was counted (eq. 3).
 
         Returns:
@@ -219,7 +220,7 @@ class CoOccurrence:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, in the smallest types that hold them."""
 
-        def small(counts: np.ndarray) -> torch.Tensor:
+        def small(counts: ndarray) -> torch.Tensor:
             return torch.from_numpy(
                 np.minimum(counts, MOST_COUNTS).astype(np.int32)
             )
@@ -241,7 +242,7 @@ class CoOccurrence:
         if "cooccurrence.unigram" not in tensors:
             return None
 
-        def read(name: str) -> np.ndarray:
+        def read(name: str) -> ndarray:
             return np.asarray(tensors[f"cooccurrence.{name}"]).astype(np.int64)
 
         totals = read("totals")
@@ -262,9 +263,9 @@ class _Table:
         self.size = 0
         self.keys = np.zeros(0, dtype=np.int64)
         self.counts = np.zeros(0, dtype=np.int64)
-        self.waiting: list[np.ndarray] = []
+        self.waiting: list[ndarray] = []
 
-    def add(self, keys: np.ndarray) -> None:
+    def add(self, keys: ndarray) -> None:
         self.waiting.append(keys)
         self.size += len(keys)
         if self.size >= FLUSH:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.kernels.dispatch import chosen
@@ -37,12 +38,12 @@ class JointChoice:
     likeliest: Likeliest
     top: Top
     # For each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
-    uncut: list[torch.Tensor]
+    uncut: list[Tensor]
     blur: int
     adaptive: bool
 
     @cached_property
-    def joints(self) -> list[torch.Tensor]:
+    def joints(self) -> list[Tensor]:
         """The joint of each order from 1, [rows, k_1, ..., k_m]: penalised, and
         thresholded in rows of that order.
         """
@@ -54,14 +55,14 @@ class JointChoice:
         )
 
     @property
-    def order(self) -> torch.Tensor:
+    def order(self) -> Tensor:
         """[rows] int64: tokens to take, 1..n."""
         return self.likeliest.order
 
-    def draw(self, sampling: Sampling) -> torch.Tensor:
+    def draw(self, sampling: Sampling) -> Tensor:
         """See draw_ngrams."""
         draw = chosen(draw_ngrams, self.order)
-        tokens: torch.Tensor = draw(
+        tokens: Tensor = draw(
             self.uncut,
             self.likeliest,
             self.top,
@@ -71,7 +72,7 @@ class JointChoice:
         )
         return tokens
 
-    def probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, tokens: Tensor) -> Tensor:
         """Probabilities with which draw() draws tokens [rows, n] from the second on,
         given those before: [rows, n - 1].
 
@@ -103,14 +104,14 @@ class Candidates(NamedTuple):
     peaks: Peaks
     # For each order from 1, [rows, k_1, ..., k_m], not divided by their sums; empty if
     # only the likeliest n-gram is read
-    uncut: list[torch.Tensor]
+    uncut: list[Tensor]
 
     def back_off(
         self,
         settings: JointSettings,
-        eps_b: torch.Tensor
+        eps_b: Tensor
         | None = None,  # [rows], replaces the settings' value where it is not NaN
-        context: torch.Tensor
+        context: Tensor
         | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
         most: int | None = None,  # highest order to take (None: all)
     ) -> JointChoice:
@@ -189,12 +190,12 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    scores: Sequence[torch.Tensor]
-    | torch.Tensor,  # [rows, vocabulary] of each head from 1 (2 with first_token) on
+    scores: Sequence[Tensor]
+    | Tensor,  # [rows, vocabulary] of each head from 1 (2 with first_token) on
     settings: JointSettings,
     ngrams: Ngrams | None = None,
-    first_token: torch.Tensor | None = None,  # [rows] int64
-    token_ids: torch.Tensor
+    first_token: Tensor | None = None,  # [rows] int64
+    token_ids: Tensor
     | None = None,  # [columns] token of each column of the scores (None: every token)
     with_joints: bool = True,  # whether the choice needs more than its likeliest n-gram
 ) -> Candidates:
@@ -208,7 +209,7 @@ def candidates(
     has sampled, and thresholds apply to the conditional. Without a mask (none counted,
     or alpha_c = 0) the joint is the plain product.
     """
-    if not isinstance(scores, torch.Tensor):
+    if not isinstance(scores, Tensor):
         scores = torch.stack([*scores])
     k = min(settings.k, scores.shape[-1])
     best = scores.float().topk(k, dim=-1)

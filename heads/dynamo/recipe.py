@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo training: modified CLM (eq. 1) for token heads, with the base model frozen or
-trained, too (A.1).
+"""DynaMo's token heads and their training: modified CLM (eq. 1), with the base model
+frozen or trained, too (A.1).
 
 Each head learns the text's token at its position, the target's own distribution there,
 or both.
@@ -12,19 +12,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.module import DynaMoHeads
+from vllm_ppd.heads.module import first_guess
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
+
+
+class DynaMoHeads(nn.Module):
+    """Token heads 2..n. Head i reads what the target's last decoder layer reads, and
+    predicts the token i ahead.
+
+    A head is a decoder layer of the target's own class; the target's final norm and LM
+    head follow it, shared by all heads ("the output embeddings reuse the weights of the
+    first head"). Head 1 is the target's own last layer.
+    """
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        # The names of its tensors are those of the checkpoint.
+        self.head = nn.ModuleDict(
+            {str(token): layer for token, layer in enumerate(layers, start=2)}
+        )
+
+    @property
+    def tokens(self) -> int:
+        """n: tokens of the joint, head 1 included."""
+        return len(self.head) + 1
+
+    def forward(
+        self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Head `token`, called as the target's last layer was: its hidden states before
+        the final norm.
+        """
+        output = self.head[str(token)](*args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Load the weights of a checkpoint's tensors."""
+        self.load_state_dict({name: tensors[name] for name in self.state_dict()})
 
 
 def new_layers(
@@ -75,7 +109,7 @@ class DynaMoRecipe(HeadsRecipe):
             *self.base_groups(),
         ]
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         target = self.target
         options = self.options
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
@@ -95,9 +129,7 @@ class DynaMoRecipe(HeadsRecipe):
         unembedding = target.unembedding.detach()
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        drafted: list[
-            torch.Tensor
-        ] = []  # greedy drafts of each later head, by row
+        drafted: list[Tensor] = []  # greedy drafts of each later head, by row
         # Training does not change head 1 of a frozen target and does not read it.
         first = 1 if self.full or not self.training else 2
         for token in range(first, options.tokens + 1):
@@ -219,7 +251,7 @@ class DynaMoRecipe(HeadsRecipe):
             dtype=options.stored_dtype,
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         tensors = self.heads.state_dict()
         if self.cooccurrence is not None:
             tensors |= self.cooccurrence.tensors()

@@ -7,13 +7,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.acceptance import (
+    Drafted,
+    Texts,
+    acceptance,
+    ahead,
+    logits_at,
+    replay,
+)
 from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.calibration.text import Texts, acceptance, ahead, logits_at
 from vllm_ppd.heads.early.config import TRAINED, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.measured import Counts
+from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
@@ -25,10 +32,10 @@ class Exits(NamedTuple):
 
     layers: tuple[int, ...]
     # [layers, texts, steps] tokens that are likelier than the text's
-    ranks: torch.Tensor
+    ranks: Tensor
     # [layers, texts, steps] P(a draft of the text's token is accepted)
-    accept: torch.Tensor
-    lengths: torch.Tensor  # [texts]
+    accept: Tensor
+    lengths: Tensor  # [texts]
 
     def match_rate(self, layer: int, k: int) -> float:
         """p_correct: the share of tokens among the k likeliest of the exit."""
@@ -53,7 +60,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     heads.to(target.device, target.dtype)
     layers = heads.exit_layers
     size = rows_a_chunk(target.unembedding)
-    measured: list[torch.Tensor] = []  # [layers, 2, rows], ranks and chances
+    measured: list[Tensor] = []  # [layers, 2, rows], ranks and chances
     for some, windows in texts.batches(calibration.options.batch):
         with calibration.autocast():
             states = target.run(windows, layers)

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.measured import (
+from vllm_ppd.heads.options import TrainingOptions
+from vllm_ppd.heads.planning import (
     ByTexts,
     Counts,
     Number,
@@ -22,7 +23,6 @@ from vllm_ppd.heads.measured import (
     sampled,
 )
 from vllm_ppd.heads.text import Integers, quoted
-from vllm_ppd.heads.training.options import TrainingOptions
 
 # Table 4
 PPD = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.heads.early.config import EarlyConfig
@@ -27,21 +27,21 @@ class EarlyHeads(NamedWeights):
     """
 
     def __init__(
-        self, config: EarlyConfig, tensors: Mapping[str, torch.Tensor]
+        self, config: EarlyConfig, tensors: Mapping[str, Tensor]
     ) -> None:
         super().__init__(config, tensors)
         self.exit_layers = tuple(config.exit_layers)
         self.form = config.head
 
-    def weight(self, exit_layer: int) -> torch.Tensor:
+    def weight(self, exit_layer: int) -> Tensor:
         """T^(i) [hidden, hidden], or a classifier [vocabulary, hidden]."""
         return self.weights[f"exit/{exit_layer}/{self.form}"]
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [rows, hidden], normed
+        hidden: Tensor,  # [rows, hidden], normed
         exit_layer: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """T^(i) h for the target's LM head [rows, hidden], or a classifier's logits
         [rows, vocabulary].
         """

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
@@ -43,7 +44,7 @@ class EarlyRecipe(HeadsRecipe):
     def reads(self) -> Reads:
         return Reads(exits=self.heads.exit_layers)
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         exits = self.heads.exit_layers
         with torch.no_grad():
             states = self.states(batch)
@@ -81,10 +82,10 @@ class EarlyRecipe(HeadsRecipe):
 
     def _transforms(
         self,
-        exits: dict[int, torch.Tensor],
-        final: torch.Tensor,
-        following: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        exits: dict[int, Tensor],
+        final: Tensor,
+        following: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Losses [exits, rows], and whether the arg-max agrees (False in training)."""
         unembedding = self.target.unembedding
         bias = self.target.bias
@@ -114,10 +115,10 @@ class EarlyRecipe(HeadsRecipe):
 
     def _classifiers(
         self,
-        exits: dict[int, torch.Tensor],
-        final: torch.Tensor,
-        following: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        exits: dict[int, Tensor],
+        final: Tensor,
+        following: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """As _transforms. Whole classifiers have a gradient, so the backward pass
         computes the logits of each chunk of rows again.
         """
@@ -127,10 +128,10 @@ class EarlyRecipe(HeadsRecipe):
 
         def of_chunk(
             layer: int,
-            hidden: torch.Tensor,
-            final: torch.Tensor,
-            following: torch.Tensor,
-        ) -> torch.Tensor:
+            hidden: Tensor,
+            final: Tensor,
+            following: Tensor,
+        ) -> Tensor:
             log_q = self.heads(hidden, layer).float().log_softmax(-1)
             loss = -log_q.gather(1, following[:, None]).squeeze(1)
             if cross_entropy and self.training:
@@ -177,7 +178,7 @@ class EarlyRecipe(HeadsRecipe):
             dtype=self.options.stored_dtype,
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return self.heads.tensors()
 
 

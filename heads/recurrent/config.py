@@ -14,10 +14,15 @@ from typing import Any, Literal
 
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, Shapes, TargetLayers
+from vllm_ppd.heads.base import (
+    COUNTS_NAME,
+    MOST_DRAFTS,
+    Drafts,
+    Shapes,
+    TargetLayers,
+)
 from vllm_ppd.heads.cp.config import ChainConfig, ChainOptions
 from vllm_ppd.heads.text import quoted
-from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(
     f"{name}SpeculatorPreTrainedModel"

@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.heads.module import Linear, NamedWeights, in_chunks, torch_linear
@@ -27,16 +28,14 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 
 EPSILON = 1e-6
 # Token IDs [rows] to embeddings [rows, m]
-Read = Callable[[torch.Tensor], torch.Tensor]
+Read = Callable[[Tensor], Tensor]
 
 
 class State(NamedTuple):
     """A state between two tokens."""
 
-    output: (
-        torch.Tensor
-    )  # s [rows, m]; before the first token of the target's width
-    cell: torch.Tensor | float = 0.0  # c [rows, m], of an LSTM
+    output: Tensor  # s [rows, m]; before the first token of the target's width
+    cell: Tensor | float = 0.0  # c [rows, m], of an LSTM
 
 
 class Recurrence:
@@ -54,9 +53,9 @@ class Recurrence:
     def __init__(
         self,
         config: RecurrentConfig,
-        tensors: Mapping[str, torch.Tensor],
-        linear: Callable[[torch.Tensor], Linear],
-        embedding: Callable[[int, torch.Tensor], Read],
+        tensors: Mapping[str, Tensor],
+        linear: Callable[[Tensor], Linear],
+        embedding: Callable[[int, Tensor], Read],
         steps: int,
     ) -> None:
         weight = 0.5 ** (0.5 / config.n_predict)
@@ -65,7 +64,7 @@ class Recurrence:
         self.is_lstm = config.form == "sum_lstm"
         self.scale_input = config.scale_input
 
-        def joined(gates: list[str], name: str, dim: int) -> torch.Tensor:
+        def joined(gates: list[str], name: str, dim: int) -> Tensor:
             parts = [tensors[f"{gate}{name}.weight"] for gate in gates]
             return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -89,7 +88,7 @@ class Recurrence:
             for stage in stages
         ]
 
-    def start(self, hidden: torch.Tensor) -> State:
+    def start(self, hidden: Tensor) -> State:
         """s_0 from the target's final states [rows, d], normed."""
         if self.scale_input:
             hidden = functional.rms_norm(
@@ -97,7 +96,7 @@ class Recurrence:
             ) / math.sqrt(2)
         return State(hidden)
 
-    def advance(self, position: int, state: State, tokens: torch.Tensor) -> State:
+    def advance(self, position: int, state: State, tokens: Tensor) -> State:
         """The state after head 0, 1, ... has read a token [rows] each."""
         stage = min(position, len(self.embeddings) - 1)
         project = self.projections[min(position, len(self.projections) - 1)]
@@ -114,9 +113,7 @@ class Recurrence:
         return State(functional.gelu(_norm(cell, *norms[1])) * output, cell)
 
 
-def _norm(
-    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
+def _norm(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.rms_norm(states, states.shape[-1:], weight, EPSILON) + bias
 
 
@@ -134,23 +131,23 @@ class RecurrentHead(NamedWeights):
     layers = ()
 
     def __init__(
-        self, config: RecurrentConfig, tensors: Mapping[str, torch.Tensor]
+        self, config: RecurrentConfig, tensors: Mapping[str, Tensor]
     ) -> None:
         super().__init__(config, tensors)
         self.factors = config.n_predict
         self.positions = config.n_predict + 1
 
-    def read(self, states: TargetStates) -> torch.Tensor:
+    def read(self, states: TargetStates) -> Tensor:
         """The target's final states [rows, d]."""
         return states.final
 
-    def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor:
+    def context(self, target: Target, tokens: Tensor) -> Tensor:
         """The tokens [rows, positions] themselves, since these heads have their own embeddings."""
         return tokens
 
     def log_weights(
-        self, hidden: torch.Tensor, context: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, hidden: Tensor, context: Tensor | None = None
+    ) -> Tensor:
         """Log weights of a mixture of one expert: [rows, 1] zeros."""
         return hidden.new_zeros(
             len(hidden),
@@ -168,7 +165,7 @@ class RecurrentHead(NamedWeights):
             self.factors,
         )
 
-    def states(self, hidden: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def states(self, hidden: Tensor, context: Tensor) -> Tensor:
         """The state that each head reads out, [rows, factors, m], from the target's
         [rows, d] and tokens.
         """
@@ -184,7 +181,7 @@ class RecurrentHead(NamedWeights):
             outputs.append(state.output)
         return torch.stack(outputs, dim=1)
 
-    def lm_head(self, position: int) -> torch.Tensor:
+    def lm_head(self, position: int) -> Tensor:
         """The matrix of head 0, 1, ..., [vocabulary or trained tokens, m]."""
         stage = min(position, self.config.stages - 1)
         matrix = self.weights[f"head/{stage}/weight"]
@@ -192,11 +189,11 @@ class RecurrentHead(NamedWeights):
 
     def logits(
         self,
-        hidden: torch.Tensor,
-        unembedding: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        context: torch.Tensor,
-    ) -> torch.Tensor:
+        hidden: Tensor,
+        unembedding: Tensor | None,
+        bias: Tensor | None,
+        context: Tensor,
+    ) -> Tensor:
         """[rows, factors, 1, vocabulary]; the target's own LM head is not read."""
         by_position = []
         for position, states in enumerate(
@@ -207,13 +204,13 @@ class RecurrentHead(NamedWeights):
 
     def log_probs(
         self,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        unembedding: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        context: torch.Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        unembedding: Tensor | None,
+        bias: Tensor | None,
+        context: Tensor,
         chunk: int = 64,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """log P of k tokens per position [rows, factors, k]: [rows, factors, 1, k];
         logits of a chunk exist at once.
         """
@@ -228,8 +225,6 @@ class RecurrentHead(NamedWeights):
         return torch.stack(by_position, dim=1).unsqueeze(2)
 
 
-def _log_probs(
-    lm_head: torch.Tensor, states: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
+def _log_probs(lm_head: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
     logits = functional.linear(states, lm_head).float()
     return logits.gather(1, tokens) - logits.logsumexp(1, keepdim=True)

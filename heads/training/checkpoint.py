@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unfinished training runs: their locks, the options with which they may continue, their
-evaluations, and checkpoints.
+"""Unfinished training runs: their processes and locks, the options with which they may
+continue, their evaluations, and checkpoints.
 
 accelerate writes a checkpoint; the file of its facts comes last and marks it as
 complete.
@@ -8,31 +8,83 @@ complete.
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import nn
+from tqdm import tqdm
 
-from vllm_ppd.heads.errors import TrainingError, refuse_other_options
-from vllm_ppd.heads.files import replaced, write_text
-from vllm_ppd.heads.io import CONFIG_NAME
-from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.errors import Stopped, TrainingError, refuse_other_options
+from vllm_ppd.heads.files import replaced, write_text, writing_folder
+from vllm_ppd.heads.folder import CONFIG_NAME
+from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.text import place
-from vllm_ppd.heads.training.options import TrainingOptions
-from vllm_ppd.heads.training.parallel import Processes
-from vllm_ppd.heads.training.signals import Stopped
+from vllm_ppd.heads.training.target import device_of
 
 WORK = ".training"  # in the heads folder of an unfinished run
 FACTS = "facts.json"
 BEST = "best.safetensors"  # the weights of the best evaluation
 LEAST = 1e-3  # least relative improvement of the decisive figure that counts
+
+
+class Processes(Accelerator):
+    """The processes of a run, of which torchrun and `accelerate launch` start several.
+
+    Args:
+        device: of a single process; several get theirs from accelerate.
+        folder: of checkpoints, of which the last two are kept.
+    """
+
+    def __init__(self, device: str, folder: Path) -> None:
+        alone = device_of(device)
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        # It warns whenever a checkpoint replaces another.
+        logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
+        super().__init__(
+            cpu=device == "cpu",
+            device_placement=several,
+            project_config=ProjectConfiguration(
+                str(folder), automatic_checkpoint_naming=True, total_limit=2
+            ),
+        )
+        if not several:
+            self.state.device = alone
+
+    def arithmetic(self, precision: str) -> Any:
+        """A context of bfloat16 arithmetic if that is the precision."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=precision == "bfloat16"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line to stderr without breaking a bar."""
+        if self.is_main_process:
+            tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)
+
+    def bar(self, name: str, tokens: int, **settings: Any) -> tqdm:
+        """A progress bar of tokens."""
+        return tqdm(
+            desc=name,
+            total=tokens,
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=1,
+            disable=not self.is_main_process,
+            **settings,
+        )
 
 
 class Evaluation(BaseModel):

@@ -18,22 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import Stopped, TrainingError, stop_signals
 from vllm_ppd.heads.kinds import recipe_of
+from vllm_ppd.heads.options import TrainingOptions
+from vllm_ppd.heads.provenance import data_files, provenance
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import (
     WORK,
     Evaluation,
+    Processes,
     RunFacts,
     unfinished_run,
 )
 from vllm_ppd.heads.training.optimizer import Muon
-from vllm_ppd.heads.training.options import TrainingOptions
-from vllm_ppd.heads.training.parallel import Processes
-from vllm_ppd.heads.training.provenance import data_files, provenance
 from vllm_ppd.heads.training.recipe import Recipe
-from vllm_ppd.heads.training.signals import Stopped, stop_signals
 from vllm_ppd.heads.training.states import GB, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
@@ -75,7 +74,7 @@ def train(
                 data_files=files,
                 **facts,
             )
-            run.recipe.write(run.out, json.dumps(facts, indent=2) + "\n")
+            run.recipe.write(run.out, facts)
             shutil.rmtree(run.work)
         run.processes.wait_for_everyone()
     return facts

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Muon(torch.optim.AdamW):
@@ -40,7 +40,7 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """One update of all parameters that have a gradient."""
         assert closure is None
-        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        gradients: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             stacks = [
                 p
@@ -57,9 +57,7 @@ class Muon(torch.optim.AdamW):
             parameter.grad = gradient
         return None
 
-    def _step_matrices(
-        self, stacks: list[torch.Tensor], group: dict[str, Any]
-    ) -> None:
+    def _step_matrices(self, stacks: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's update of matrices that are views of the parameters, with moments that
         are views of our state.
         """
@@ -67,7 +65,7 @@ class Muon(torch.optim.AdamW):
         matrices = []
         for stack in stacks:
             assert stack.grad is not None
-            state: dict[str, torch.Tensor] = self.state[stack]
+            state: dict[str, Tensor] = self.state[stack]
             if "momentum_buffer" not in state:
                 # AdamW expects a step count for every parameter when it loads.
                 state |= {

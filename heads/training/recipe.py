@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.files import write_json
+from vllm_ppd.heads.folder import save_heads
+from vllm_ppd.heads.provenance import PROVENANCE_NAME, write_card
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.text import first_problem
 from vllm_ppd.heads.training.states import Reads, StatesCache
@@ -23,12 +23,10 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
-Counts = dict[
-    str, torch.Tensor
-]  # sums that can be added over batches and processes
+Counts = dict[str, Tensor]  # sums that can be added over batches and processes
 
 
-def accepted_counts(right: torch.Tensor) -> Counts:
+def accepted_counts(right: Tensor) -> Counts:
     """Held-out counts of drafts that are right and follow no wrong one.
 
     Args:
@@ -94,7 +92,7 @@ class Recipe(nn.Module, ABC):
             return self.cache.states(batch)
         return self.target.run(batch, *self.reads)
 
-    def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
+    def share_of(self, known: Tensor, share: float) -> Tensor:
         """Rows to learn from: in training a share of the known ones, drawn anew each
         time, at least one.
 
@@ -111,9 +109,7 @@ class Recipe(nn.Module, ABC):
             rows = rows[order[: max(1, round(share * len(rows)))]]
         return rows
 
-    def greedy_tokens(
-        self, states: TargetStates, at: torch.Tensor
-    ) -> torch.Tensor:
+    def greedy_tokens(self, states: TargetStates, at: Tensor) -> Tensor:
         """The target's likeliest token after each of some rows [...]."""
         if states.top_ids is not None:
             return states.top_ids[at, 0]
@@ -123,7 +119,7 @@ class Recipe(nn.Module, ABC):
         )[0].view(at.shape)
 
     @abstractmethod
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         """The loss to minimise (a mean over the tokens that count), and counts for
         summary().
 
@@ -131,10 +127,10 @@ class Recipe(nn.Module, ABC):
         token counts.
         """
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def forward(self, batch: Batch) -> tuple[Tensor, Counts]:
         return self.loss(batch)
 
-    def nothing(self) -> torch.Tensor:
+    def nothing(self) -> Tensor:
         """The loss of a batch in which no token counts: 0, with zero gradients for the
         parameters.
         """
@@ -161,7 +157,7 @@ class Recipe(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         """Write the trained modules to a folder, and `provenance.json` last, as a mark
         that it is complete.
         """
@@ -215,14 +211,14 @@ class HeadsRecipe(Recipe):
         """The heads' `config.json`."""
 
     @abstractmethod
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The heads' `model.safetensors`."""
 
-    def write(self, out: Path, provenance: str) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         config = self.config()
         config = config.model_copy(
             update={"verifier": stored_name(config.verifier, out)}
         )
         save_heads(out, config, self.tensors())
-        write_text(out / "provenance.json", provenance)
+        write_json(out / PROVENANCE_NAME, provenance)
         write_card(out, config)

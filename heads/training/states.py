@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import digest_of_value
+from vllm_ppd.heads.files import digest_of_value, write_tensors
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
@@ -122,9 +122,7 @@ class StatesCache:
                 for at, part in zip(missing, parts, strict=True):
                     stored[at][name] = part.contiguous()
             for at in missing:
-                part_file = paths[at].with_suffix(".part")
-                save_file(stored[at], part_file)
-                part_file.replace(paths[at])  # a kill leaves no half of a file
+                write_tensors(paths[at], stored[at])
 
         def joined(name: str, dtype: torch.dtype) -> torch.Tensor:
             # Converted first: autocast to bfloat16 refuses to join float16.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of a training: a frozen causal LM of transformers, whose states are read
-where heads attach.
+"""The target of a training and its device: a frozen causal LM of transformers, whose
+states are read where heads attach.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
@@ -26,18 +27,53 @@ NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
 SAMPLED_VALUES = 1024  # per parameter, for the digest
 
 
+def device_of(name: str) -> torch.device:
+    """The device that a user names; `auto` is a GPU if there is one.
+
+    Raises:
+        TrainingError: if the name is not a device, or the device does not exist.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(
+            f"--device {name}: {str(error).splitlines()[0]}"
+        ) from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count() or "no"
+        raise TrainingError(
+            f"--device {name}: {count} CUDA devices are available; use another, or "
+            "--device cpu"
+        )
+    return device
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether the processor has bfloat16 instructions; others emulate them, which is
+    several times slower.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(
+        torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
+
+
 @dataclass
 class TargetStates:
     """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
-    final: torch.Tensor  # after the final norm; the LM head's input
+    final: Tensor  # after the final norm; the LM head's input
     # After each number of layers and the final norm
-    exits: dict[int, torch.Tensor] = field(default_factory=dict)
+    exits: dict[int, Tensor] = field(default_factory=dict)
     # After each number of layers, before the norm
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    layers: dict[int, Tensor] = field(default_factory=dict)
     # [rows, k] int64: the target's likeliest next tokens
-    top_ids: torch.Tensor | None = None
-    top_log_probs: torch.Tensor | None = None  # [rows, k] float32
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None  # [rows, k] float32
     # Arguments of the last decoder layer
     stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -109,22 +145,20 @@ class Target:
         self.max_length = getattr(config, "max_position_embeddings", None)
 
     @property
-    def unembedding(self) -> torch.Tensor:
+    def unembedding(self) -> Tensor:
         """E*: [vocabulary, hidden]."""
         return self.model.get_output_embeddings().weight[: self.vocab_size]
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         return getattr(self.model.get_output_embeddings(), "bias", None)
 
     @torch.no_grad()
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings of tokens [...], as the model's first layer gets them: [..., hidden]."""
         return self.model.get_input_embeddings()(token_ids)
 
-    def log_probs(
-        self, hidden: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def log_probs(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """log p of one token a row [rows] by the LM head, from final states [rows,
         hidden]; it learns if trainable.
         """
@@ -164,7 +198,7 @@ class Target:
                 beside it.
             top_k: number of likeliest next tokens to return.
         """
-        caught: dict[int, torch.Tensor] = {}
+        caught: dict[int, Tensor] = {}
         before_stem = {self.num_layers - 1} if stem else set()
         with (
             ExitStack() as hooks,
@@ -189,8 +223,8 @@ class Target:
     def states_of(
         self,
         batch: Batch,
-        final: torch.Tensor,
-        layers: dict[int, torch.Tensor],
+        final: Tensor,
+        layers: dict[int, Tensor],
         stem: bool,
     ) -> TargetStates:
         """All states that `run` returns, from the final ones and those after layers."""
@@ -201,7 +235,7 @@ class Target:
         return states
 
     def _stem(
-        self, batch: Batch, hidden: torch.Tensor
+        self, batch: Batch, hidden: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the last decoder layer's call, from the states [rows, hidden]
         before it; no layer runs.
@@ -212,7 +246,7 @@ class Target:
         # (Granite).
         embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
 
-        def passed_on(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def passed_on(*args: Any, **kwargs: Any) -> Tensor:
             calls.append((args, kwargs))
             return embeddings
 
@@ -276,7 +310,7 @@ class Target:
 
 
 def packed_masks(
-    config: Any, position_ids: torch.Tensor, dtype: torch.dtype
+    config: Any, position_ids: Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Attention masks of packed documents [windows, length], by kind of layer if the
     family has two kinds.
@@ -314,7 +348,7 @@ def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:
     )
 
 
-def _catch(caught: dict[int, torch.Tensor], layer: int) -> Any:
+def _catch(caught: dict[int, Tensor], layer: int) -> Any:
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         caught[layer] = output[0] if isinstance(output, tuple) else output
 

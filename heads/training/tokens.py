@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
 from pydantic import BaseModel, ValidationError
+from torch import Tensor
 from tqdm import tqdm
 
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import check_vocabulary
+from vllm_ppd.heads.data.documents import Documents, check_vocabulary
 from vllm_ppd.heads.data.records import Document
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_text
+from vllm_ppd.heads.text import StrPath
 
 SPLITS = ("train", "held_out")
 # `counted`: in the loss; `begins`: the first of its document
@@ -40,20 +42,20 @@ class Batch:
     documents.
     """
 
-    input_ids: torch.Tensor  # [windows, length] int64
-    position_ids: torch.Tensor  # [windows, length] int64
+    input_ids: Tensor  # [windows, length] int64
+    position_ids: Tensor  # [windows, length] int64
     split: str = ""  # split of the store that has them
     windows: tuple[
         int, ...
     ] = ()  # their numbers in the split; empty if not on its grid
     # [windows, length] bool: tokens counted in the loss; None: all
-    counted: torch.Tensor | None = None
+    counted: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
 
-    def ahead(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ahead(self, n: int) -> tuple[Tensor, Tensor]:
         """The n tokens that follow each token.
 
         Returns:
@@ -120,7 +122,7 @@ class TokenStore:
     def __init__(
         self,
         folder: Path,
-        data: Sequence[str | Path],
+        data: Sequence[StrPath],
         tokenizer: Any,
         vocab_size: int,
         held_out: float,
@@ -150,8 +152,8 @@ class TokenStore:
             write_text(folder / NAME, manifest.model_dump_json())
         self.manifest = manifest
         # Of each split: [tokens] TOKEN, and [documents] the index of the first token
-        self.tokens: dict[str, np.ndarray] = {}
-        self.starts: dict[str, np.ndarray] = {}
+        self.tokens: dict[str, ndarray] = {}
+        self.starts: dict[str, ndarray] = {}
         for split in SPLITS:
             count = self._count(split)
             if count < length + 1:
@@ -210,7 +212,7 @@ class TokenStore:
             None if counted.all() else torch.from_numpy(counted.copy()),
         )
 
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
+    def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token occurs among those counted in the training loss:
         [vocabulary] int32.
         """
@@ -223,7 +225,7 @@ class TokenStore:
             )
         return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
 
-    def responses(self) -> Iterator[list[np.ndarray]]:
+    def responses(self) -> Iterator[list[ndarray]]:
         """The token ids of each training document's stretches that count in the loss."""
         tokens = self.tokens["train"]
         for begin, end in itertools.pairwise(
@@ -358,7 +360,7 @@ class Order:
 
 
 @lru_cache(maxsize=1)
-def _permutation(count: int, seed: int) -> torch.Tensor:
+def _permutation(count: int, seed: int) -> Tensor:
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 

@@ -19,20 +19,19 @@ from records import templated, write
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
-from vllm_ppd.benchmarks.models.answers import UnpackOptions, digest
-from vllm_ppd.benchmarks.models.answers import run as unpack
-from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.inflate import (
     InflateOptions,
     inflate_heads,
     inflate_model,
     run,
 )
+from vllm_ppd.benchmarks.models.texts import DIGITS, UnpackOptions, split, unpack
+from vllm_ppd.benchmarks.storage import BenchError
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.files import digest_of_value
+from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 HEADS = DEMO.parent / "heads"
@@ -186,7 +185,8 @@ def test_answers_come_back_with_the_prompts_that_are_there(
     one, two = tokenizer(["one", "two"])["input_ids"]
     with lzma.open(tmp_path / "answers", "wt") as lines:
         for prompt, answer in ((one, [9]), (two, [7, 8])):
-            line = {"prompt": digest(prompt), "token_ids": answer, "end": "stop"}
+            digest = digest_of_value(prompt)[:DIGITS]
+            line = {"prompt": digest, "token_ids": answer, "end": "stop"}
             lines.write(json.dumps(line) + "\n")
     chat = {"messages": [{"role": "user", "content": "two"}]}
     write(tmp_path / "prompts", chat)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from conftest import cells_of
 
-from vllm_ppd.benchmarks import BASE
 from vllm_ppd.benchmarks.report import (
     RESULTS,
     acceptance_table,
@@ -15,6 +14,7 @@ from vllm_ppd.benchmarks.report import (
     speed_table,
     speed_up,
 )
+from vllm_ppd.benchmarks.storage import BASE
 
 
 def run_of(*turns: dict[str, Any], temperature: float = 0.0) -> dict[str, Any]:

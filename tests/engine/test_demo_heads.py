@@ -11,15 +11,14 @@ import torch
 from cases import greedy
 from conftest import DEMO, ROOT, Factory, full_but, start_engine, write_texts
 
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.replay import Drafted
+from vllm_ppd.heads.calibration.acceptance import Drafted, Texts
 from vllm_ppd.heads.calibration.run import Calibration, open_calibration
-from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.cp import calibration as cp
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
+from vllm_ppd.heads.module import most_frequent
+from vllm_ppd.heads.options import CalibrationOptions
 
 PROMPT = 48
 TOKENS = 64
@@ -31,7 +30,7 @@ def calibration(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], Calibration]]:
     """calibration(variant) on held-out files, the target found from the repository's root."""
-    from vllm_ppd.benchmarks.models.corpus import split
+    from vllm_ppd.benchmarks.models.texts import split
 
     data = write_texts(
         tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1]

@@ -17,9 +17,9 @@ from cases import CASES
 from conftest import ROOT, Factory, counting, drafter_of, full_but, start_engine
 from transformers import AutoConfig
 
+from vllm_ppd.model_patches.adapters import TransformersAdapter
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS
-from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 

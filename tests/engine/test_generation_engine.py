@@ -14,8 +14,8 @@ import torch
 from conftest import Factory, keep_alive
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import Sampling
+from vllm_ppd.heads.generation import Sampling
+from vllm_ppd.heads.options import DataOptions
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.engine import generation

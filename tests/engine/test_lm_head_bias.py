@@ -15,7 +15,7 @@ from cases import generate, greedy
 from conftest import Factory, drafter_of, start_engine
 from safetensors.torch import load_file
 
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.folder import save_heads
 
 pytestmark = pytest.mark.engine
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2}

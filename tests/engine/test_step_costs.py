@@ -30,7 +30,7 @@ from vllm_ppd.vllm_plugins.engine.dummy_steps import (
     time_steps,
 )
 from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
-from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
+from vllm_ppd.vllm_plugins.patches.running import follow_step_costs
 
 # What steps take when served does not count
 ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}

@@ -14,14 +14,13 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.heads.calibration.text import logits_at
+from vllm_ppd.heads.calibration.acceptance import logits_at
 from vllm_ppd.heads.dynamo.calibration import head_states
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
-from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.dynamo.recipe import new_layers
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 

@@ -167,7 +167,7 @@ from cases import generate, greedy, prompts
 from conftest import counting, runner_of, start_engine
 from test_sampling import BATCH, LEVEL, PROMPT, sample, worst
 from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
+from vllm_ppd.vllm_plugins.engine.cpu.native import mend_workers_to_come
 
 def is_right(values):
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)

@@ -260,7 +260,7 @@ def test_registration_imports_nothing_heavy() -> None:
 import sys
 from vllm_ppd.vllm_plugins import register
 assert not {"torch", "vllm", "pydantic", "transformers"} & set(sys.modules)
-from vllm_ppd.vllm_plugins import patches
+from vllm_ppd.vllm_plugins.patches import install
 from vllm_ppd.vllm_plugins.config import options
 assert "torch" not in sys.modules
 """

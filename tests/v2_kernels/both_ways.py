@@ -17,8 +17,7 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401
 from vllm.triton_utils.dispatcher import KernelOverride
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import by_name
-from vllm_ppd.vllm_plugins.engine.cpu.native import KERNELS
+from vllm_ppd.vllm_plugins.engine.cpu.native import KERNELS, by_name
 
 CPU = torch.device("cpu")
 ROWS = 9  # of the requests' tables

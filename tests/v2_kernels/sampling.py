@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample import (
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels import gumbel as ours
+from vllm_ppd.vllm_plugins.engine.cpu import sampling as ours
 
 V = 2500
 NUMBERS = torch.tensor([1, 4, 2, 1])  # rows of logits by request

@@ -5,7 +5,6 @@ help and errors.
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
@@ -17,12 +16,12 @@ from vllm_ppd.heads.text import first_problem, in_words
 
 
 class Command(NamedTuple):
-    """A command, whose options are imported when it is used."""
+    """A command and its options."""
 
     help: str
     description: str
     run: Callable[[Any], int]  # maps the options to the exit code
-    options: str | type[BaseModel]  # the model, or "MODULE:CLASS" within vllm_ppd
+    options: type[BaseModel]
     positional: str | None = None  # the field that takes no flag
 
 
@@ -84,16 +83,13 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
         SystemExit: with 0 after help.
         UserError: on the first flag or value that the model refuses.
     """
-    model: Any = command.options
-    if isinstance(model, str):
-        model = resolve_name(f"vllm_ppd.{model}")
     parser = Parser(
         prog=prog,
         description=command.description,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, field in model.model_fields.items():
+    for name, field in command.options.model_fields.items():
         add_field(parser, name, field, name == command.positional)
     parser.add_argument(
         "--config", help="YAML file of options; flags take precedence"
@@ -103,7 +99,7 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     if file is not None:
         values = from_yaml(file) | values
     try:
-        return model(**values)
+        return command.options(**values)
     except ValidationError as error:
         raise UserError(first_problem(error, flag_of)) from None
 

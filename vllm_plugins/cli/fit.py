@@ -16,33 +16,30 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate, report
 from vllm_ppd.heads.cp.config import CPOptions
-from vllm_ppd.heads.data.files import records
+from vllm_ppd.heads.data.records import records
 from vllm_ppd.heads.errors import (
     HeadsError,
     TrainingError,
     loading,
     refuse_other_options,
 )
-from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.fitting.options import FitOptions
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import write_chats
-from vllm_ppd.heads.io import CONFIG_NAME, read_calibration
-from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.files import write_json, write_text, writing_folder
+from vllm_ppd.heads.folder import CONFIG_NAME, read_calibration
+from vllm_ppd.heads.generation import write_chats
+from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
+from vllm_ppd.heads.provenance import PROVENANCE_NAME
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
-from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
-from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
+from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.model_patches.families import FAMILIES
 
 # Shares of the time limit; calibration has what they leave
 DATA = 0.5
 TRAINING = 0.4
-PROMPTS = str(resources.files("vllm_ppd.heads.fitting") / "prompts.jsonl")
+PROMPTS = str(resources.files("vllm_ppd.heads.data") / "prompts.jsonl")
 ANSWERS = 4  # most answers to a prompt, each with its own seed
 HELD_OUT = 8  # one of so many prompts is held out with all its answers
 # Most tokens of a chat, and of a response
@@ -123,7 +120,7 @@ class Fit:
         refuse_other_options(
             f"{place(folder)} is of a fit", theirs, ours, "another --out"
         )
-        write_text(kept, json.dumps(ours) + "\n")
+        write_json(kept, ours)
 
     def data(self) -> None:
         """Write answers to prompts and, if the user gives none, chats that the model begins."""
@@ -196,10 +193,12 @@ class Fit:
 
     def training(self) -> None:
         """Train CP heads with a recurrent state for as many passes as the time allows."""
-        if not (self.out / PROVENANCE).exists():  # the file that is written last
+        if not (
+            self.out / PROVENANCE_NAME
+        ).exists():  # the file that is written last
             kept = self.folder / "training.json"
             if not kept.exists():
-                write_text(kept, json.dumps(self._training_options()) + "\n")
+                write_json(kept, self._training_options())
             chosen = json.loads(kept.read_text())
             loop.train(CPOptions(**chosen, license=self.options.license))
         shutil.rmtree(self.out / WORK, ignore_errors=True)

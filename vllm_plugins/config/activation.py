@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import check_folder, load_config
+from vllm_ppd.heads.folder import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.target import (
     TOKENIZER_NAME,

@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object
+from vllm_ppd.heads.folder import CONFIG_NAME, check_folder, kind_of, tensor_names
 from vllm_ppd.heads.hub import folder_of, hub_name, pinned
-from vllm_ppd.heads.io import CONFIG_NAME, check_folder, kind_of, tensor_names
 from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted

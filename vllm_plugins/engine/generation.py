@@ -8,9 +8,9 @@ from typing import Any
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
 
-from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.write import Sampling
-from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
+from vllm_ppd.heads.generation import Sampling
+from vllm_ppd.heads.options import DataOptions
+from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
 CPU_CACHE = (

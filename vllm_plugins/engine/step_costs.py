@@ -19,8 +19,8 @@ from vllm import envs
 from vllm.distributed import get_tp_group
 
 from vllm_ppd.heads.files import digest_of
-from vllm_ppd.heads.io import CONFIG_NAME
-from vllm_ppd.heads.training.provenance import processor
+from vllm_ppd.heads.folder import CONFIG_NAME
+from vllm_ppd.heads.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable

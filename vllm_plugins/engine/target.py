@@ -21,11 +21,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
-from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
+from vllm_ppd.heads.module import columns, most_frequent
 from vllm_ppd.kernels.sampling import INVALID
 from vllm_ppd.model_patches.base import ModelCut
-from vllm_ppd.model_patches.branched import BranchedModel, TappedModel
-from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.model_patches.branched import (
+    BranchedModel,
+    TappedModel,
+    build_layers,
+)
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig

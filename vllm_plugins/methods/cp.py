@@ -25,7 +25,7 @@ import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts

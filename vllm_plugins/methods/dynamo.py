@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.sampling import divisor
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ppd.heads.cp.module import draft_in_sequence
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import Read, Recurrence
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts

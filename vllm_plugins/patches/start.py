@@ -21,11 +21,12 @@ from vllm_ppd.vllm_plugins.config.refusals import refuse_complete_config
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.registry import SCHEDULERS
 
+Original = Callable[..., Any]  # the function of vLLM that is wrapped
 logger = logging.getLogger("vllm.vllm_ppd")
 
 
 def excepthook(
-    original: Callable[..., None], kind: type, error: BaseException, trace: Any
+    original: Original, kind: type, error: BaseException, trace: Any
 ) -> None:
     """Let an uncaught refusal end the process with its line and exit code 2, without a
     traceback.
@@ -37,13 +38,13 @@ def excepthook(
 
 
 def add_cli_args(
-    original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any
+    original: Original, parser: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Add --speculative-model and the --ppd-... flags."""
     return add_flags(original(parser, *args, **kwargs))
 
 
-def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+def from_cli_args(original: Original, cls: type, args: Any) -> Any:
     """Carry those flags into speculative_config."""
     engine_args = original(cls, args)
     engine_args.speculative_config = merge_flags(
@@ -53,7 +54,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
 
 
 def create_speculative_config(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     target_model_config: Any,
     target_parallel_config: Any,
@@ -73,7 +74,7 @@ def create_speculative_config(
 
 
 def create_engine_config(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+    original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse what vLLM has decided in completing its configuration, before a model loads."""
     vllm_config = original(self, *args, **kwargs)
@@ -84,7 +85,7 @@ def create_engine_config(
 
 
 def maybe_override_with_speculators(
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     tokenizer: Any,
     *args: Any,
@@ -101,7 +102,7 @@ def maybe_override_with_speculators(
 
 
 def get_model_path(
-    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    original: Original, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would
     refuse it offline.
@@ -111,7 +112,7 @@ def get_model_path(
     return original(model, *args, **kwargs)
 
 
-def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
+def num_lookahead_tokens(original: Original, self: Any) -> int:
     """Reserve KV slots for the drafted positions."""
     config = active_config(self)
     if config is None or not config.spec.writes_ahead:
@@ -123,15 +124,13 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
     return config.num_speculative_tokens + 1
 
 
-def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
+def use_v2_model_runner(original: Original, self: Any) -> bool:
     """Take model runner V2 for our methods."""
     config = active_config(self)
     return config is not None or bool(original(self))
 
 
-def unsupported_features(
-    original: Callable[..., list[str]], self: Any
-) -> list[str]:
+def unsupported_features(original: Original, self: Any) -> list[str]:
     """Allow a proposer class on runner V2, which vLLM cannot start there; our runner
     makes the speculator itself.
     """
@@ -143,9 +142,7 @@ def unsupported_features(
     )
 
 
-def disable_choice_by_batch_size(
-    original: Callable[..., None], self: Any
-) -> None:
+def disable_choice_by_batch_size(original: Original, self: Any) -> None:
     """Keep the choice of the number of drafts with data parallelism: the ranks of a
     dense model are independent.
     """
@@ -154,7 +151,7 @@ def disable_choice_by_batch_size(
 
 
 def complete_config(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+    original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its
     own methods, by our scheduler.

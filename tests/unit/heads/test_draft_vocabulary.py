@@ -3,7 +3,7 @@
 
 import torch
 
-from vllm_ppd.heads.draft_vocabulary import (
+from vllm_ppd.heads.module import (
     columns,
     covered,
     first_guess,

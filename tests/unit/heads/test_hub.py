@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from refusals import SERVE, Readers, tensor, with_value
 
+from vllm_ppd.heads.folder import load_config, load_tensors
 from vllm_ppd.heads.hub import hub_name, pinned, whole_folder
-from vllm_ppd.heads.io import load_config, load_tensors
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.naming import is_ours, served_heads
 from vllm_ppd.vllm_plugins.config.options import OptionError

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import EngineArgs
 
 from vllm_ppd.heads.base import TargetFingerprint
-from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.folder import load_config
+from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.heads.target import (
     check_target,
     decoder_layer,

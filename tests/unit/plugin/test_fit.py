@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import DEMO, ROOT, Factory
 
-from vllm_ppd.heads.io import check_folder, load_calibration
+from vllm_ppd.heads.folder import check_folder, load_calibration
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -28,7 +28,7 @@ KILLS: tuple[Condition, ...] = (
 
 FAKE = """
 import sys
-from unit.heads.generation.test_write import FakeEngine
+from unit.heads.test_generation import FakeEngine
 from vllm_ppd.vllm_plugins.cli import fit
 from vllm_ppd.vllm_plugins.cli.main import main
 fit.vllm_engine = lambda options: FakeEngine()

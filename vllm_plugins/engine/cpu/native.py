@@ -5,26 +5,35 @@ Triton's.
 vLLM has a runner V2 for the CPU. It lacks only the kernels there, without a Triton that
 compiles for CPUs. Where vLLM finds one, or brings a kernel of its own, ours does not
 run.
+
+Two workarounds for vLLM 0.32's CPU backend follow. Without `expand`, sampling with drafts
+has the wrong distribution: `expand_kernel` spreads per-request sampling parameters over
+draft tokens. For float32 and int32 outputs it fills a converted copy and drops it, so
+temperature, top-k and top-p of verified drafts are whatever the memory held. vLLM's own
+speculative methods, which run on its runner V1 there, are affected; greedy requests are
+not. Without `unlink_shared_memory`, ranks that die leave their shared memory behind.
 """
 
 import functools
+import glob
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from vllm_ppd.vllm_plugins.engine.cpu.kernels import (
-    gumbel,
+import torch
+from torch import Tensor
+
+from vllm_ppd.vllm_plugins.engine.cpu import (
     inputs,
     penalties,
     sampling,
-    speculation,
     tables,
 )
-from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import by_name
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.platform import has_triton, is_cpu
 
@@ -54,8 +63,8 @@ KERNELS: dict[str, Callable[..., None]] = {
     ),
     f"{RUNNER}.metrics.logits._num_nans_kernel": sampling.count_nans,
     f"{RUNNER}.sample.bad_words._bad_words_kernel": penalties.apply_bad_words,
-    f"{RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
-    f"{RUNNER}.sample.gumbel._gumbel_sample_kernel": gumbel.gumbel_sample,
+    f"{RUNNER}.sample.gumbel._temperature_kernel": sampling.apply_temperature,
+    f"{RUNNER}.sample.gumbel._gumbel_sample_kernel": sampling.gumbel_sample,
     f"{RUNNER}.sample.logit_bias._bias_kernel": penalties.apply_logit_bias,
     f"{RUNNER}.sample.logprob._topk_log_softmax_kernel": sampling.topk_log_softmax,
     f"{RUNNER}.sample.logprob._ranks_kernel": sampling.compute_ranks,
@@ -74,39 +83,14 @@ KERNELS: dict[str, Callable[..., None]] = {
         penalties.apply_thinking_budget
     ),
     f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
-    f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": speculation.flatten_sampled,
+    f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": inputs.flatten_sampled,
     f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (
-        speculation.gather_draft_sampled
+        inputs.gather_draft_sampled
     ),
     f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (
         sampling.apply_grammar_bitmask
     ),
 }
-
-# Modules of vLLM with kernels of which there is none here, and the setting that reaches
-# them.
-MISSING = {
-    f"{RUNNER}.cp_utils": "--decode-context-parallel-size",
-    f"{RUNNER}.sample.batch_shard": "--enable-batch-sharded-sampling",
-    f"{RUNNER}.sample.watermark": "--watermark-config",
-    f"{RUNNER}.model_states.mamba_hybrid": "a model with a recurrent state",
-    f"{RUNNER}.model_states.recoverssm": "a model with a recurrent state",
-    "vllm.v1.worker.mamba_utils": "a model with a recurrent state",
-    f"{RUNNER}.spec_decode.acceptance_estimator": "adaptive verification",
-    f"{RUNNER}.spec_decode.rejection_sampler_utils": "a speculative method of vLLM's own",
-    f"{RUNNER}.spec_decode": "a speculative method of vLLM's own",
-}
-
-
-def missing_kernels(module: str) -> str | None:
-    """The setting that reaches a module's, or a kernel's, entry in MISSING; None
-    without an entry.
-    """
-    while module:
-        if module in MISSING:
-            return MISSING[module]
-        module = module.rpartition(".")[0]
-    return None
 
 
 def needed() -> bool:
@@ -136,6 +120,43 @@ def register() -> None:
     register_kernels(missing)
     for name in missing:
         _complete_triton(sys.modules[name.rpartition(".")[0]])
+
+
+def by_name(
+    parameters: Iterable[str], kernel: Callable[..., None]
+) -> Callable[..., None]:
+    """A launch of vLLM's kernel that calls ours with the arguments that it names.
+
+    Tensors become numpy views, except where a parameter is annotated as a Tensor.
+
+    Args:
+        parameters: names of vLLM's parameters, in order.
+        kernel: our kernel.
+    """
+    wanted = []
+    ours = inspect.signature(kernel).parameters
+    for place, name in enumerate(parameters):
+        parameter = ours.get(name.removesuffix("_ptr"))
+        if parameter is not None:
+            as_tensor = parameter.annotation is Tensor
+            wanted.append((place, name, parameter.name, as_tensor))
+
+    @functools.wraps(kernel)
+    def launch(*args: Any, **kwargs: Any) -> None:
+        arguments = {}
+        for place, name, own_name, as_tensor in wanted:
+            if place < len(args):
+                value = args[place]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
+                continue
+            if isinstance(value, Tensor) and not as_tensor:
+                value = value.numpy()
+            arguments[own_name] = value
+        kernel(**arguments)
+
+    return launch
 
 
 def placeholder_of(name: str) -> Callable[..., Any] | None:
@@ -196,3 +217,42 @@ def accepted() -> Iterator[None]:
             if module is not None and hasattr(module, "HAS_TRITON"):
                 checks.enter_context(temporarily(module, HAS_TRITON=True))
         yield
+
+
+def expand(
+    output: Tensor,  # [tokens]
+    input_val: Tensor,  # [requests]
+    cu_num_tokens: Tensor,  # [requests] cumulative tokens
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: Any = None,
+) -> None:
+    """output = each request's value, repeated per token, with replace_from replaced by
+    replace_to.
+    """
+    counts = torch.diff(
+        cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long)
+    )
+    values = input_val.masked_fill(input_val == replace_from, replace_to)
+    output.copy_(values.repeat_interleave(counts))
+
+
+def mend_workers_to_come() -> None:
+    """Let workers that this process starts later register our kernel, for vLLM's own methods."""
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def unlink_shared_memory(*groups: Any) -> None:
+    """Unlink the shared memory of process groups whose ranks have all mapped it.
+
+    It is then freed with the last process that has it mapped, however that ends. Groups
+    without any are left alone.
+    """
+    for group in groups:
+        communicator = getattr(group.device_communicator, "dist_module", None)
+        name = getattr(communicator, "group_name", None)
+        if name:
+            for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*"):
+                path.unlink(missing_ok=True)  # another rank may remove it first

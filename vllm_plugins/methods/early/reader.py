@@ -15,11 +15,11 @@ from torch import nn
 
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling, draw_rows
 from vllm_ppd.kernels.topk import merge_topk, shard_topk
-from vllm_ppd.model_patches.exit_norm import kernels_first
+from vllm_ppd.model_patches.adapters import kernels_first
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState

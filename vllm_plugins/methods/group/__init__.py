@@ -4,11 +4,11 @@ at once.
 
 scheduler      reserves room for the tokens of a group step
 runner         vLLM's worker and model runner V2 as a stage
-stage          recognizes a group step: the protocol of both stages
+stage          recognizes a group step: the protocol of both stages, and messages
+               between them
 first_stage    starts candidates for the next token, while
 last_stage     ends the current one
-candidates     KV blocks of a request's candidates
-progress       what each request has emitted in a group step
+candidates     what each request has emitted in a group step, and KV blocks of its
+               candidates
 passes         layers outside of vLLM's own forward
-stage_channel  messages between the stages
 """

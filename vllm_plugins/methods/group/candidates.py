@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates of a request in the paged KV cache: each writes its last block apart, and the
-right one is copied over the others (PPD, section 3).
+"""What each request has emitted in a group step, as the first stage knows it, and its
+candidates in the paged KV cache: each writes its last block apart, and the right one is
+copied over the others (PPD, section 3).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
@@ -15,7 +19,7 @@ from vllm_ppd.model_patches.base import ModelCut
 NONE = -1  # no request row, no block
 
 
-def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
+def added_blocks(kv_cache_config: Any, extra: int) -> ndarray:
     """Add blocks to every KV cache group, after those of vLLM's scheduler.
 
     Args:
@@ -61,7 +65,7 @@ class Candidates:
         # blocks are copies
         self.copied = np.full((requests, 2), NONE)
         # Of each KV cache group: index of each token within a block
-        self._entry_places: dict[int, torch.Tensor] = {}
+        self._entry_places: dict[int, Tensor] = {}
 
     def reserve(self, kv_cache_config: Any) -> None:
         """Allocate the tail blocks."""
@@ -73,7 +77,7 @@ class Candidates:
         added = added_blocks(kv_cache_config, int(np.prod(shape)))
         self.tails = added.astype(np.int32).reshape(shape)
 
-    def own(self, requests: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def own(self, requests: ndarray, positions: ndarray) -> Tensor:
         """The request's block that holds a position: [rows, KV cache groups] int32.
 
         Args:
@@ -88,8 +92,8 @@ class Candidates:
         return torch.stack(held, dim=1)
 
     def blocks(
-        self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray
-    ) -> torch.Tensor:
+        self, rows: ndarray, requests: ndarray, positions: ndarray
+    ) -> Tensor:
         """The block that each candidate writes: [rows, k, KV cache groups] int32.
 
         The first candidate writes the request's own block.
@@ -103,7 +107,7 @@ class Candidates:
         return torch.cat([own[:, None], tails], dim=1)
 
     def prepare(
-        self, rows: np.ndarray, requests: np.ndarray, positions: np.ndarray
+        self, rows: ndarray, requests: ndarray, positions: ndarray
     ) -> None:
         """Copy the part of a block before a position into the tail blocks.
 
@@ -124,10 +128,10 @@ class Candidates:
 
     def choose(
         self,
-        rows: np.ndarray,
-        requests: np.ndarray,
-        positions: np.ndarray,
-        winners: np.ndarray,
+        rows: ndarray,
+        requests: ndarray,
+        positions: ndarray,
+        winners: ndarray,
     ) -> None:
         """Copy the winner's entry into the request's block and those of its other
         candidates.
@@ -145,10 +149,10 @@ class Candidates:
 
     def _copy(
         self,
-        rows: np.ndarray,
-        requests: np.ndarray,
-        positions: np.ndarray,
-        sources: np.ndarray,
+        rows: ndarray,
+        requests: ndarray,
+        positions: ndarray,
+        sources: ndarray,
         whole: bool,
     ) -> None:
         """Copy the source candidate's blocks of every group over the others.
@@ -185,15 +189,13 @@ class Candidates:
                 whole_blocks = [cache.unflatten(0, split) for cache in caches]
                 copy_blocks(whole_blocks, origin, target)
 
-    def _places_of_entries(self, gid: int, name: str) -> torch.Tensor:
+    def _places_of_entries(self, gid: int, name: str) -> Tensor:
         """The places of tokens in a block of this group, as the CPU backend writes them."""
         if gid not in self._entry_places:
             layer = self._layer(name)
             dtype = self.runner.model_config.dtype
 
-            def write(
-                cache: torch.Tensor, slot: int, numbers: torch.Tensor
-            ) -> None:
+            def write(cache: Tensor, slot: int, numbers: Tensor) -> None:
                 numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
                 key, value = numbers.unbind(1)
                 layer.impl.do_kv_cache_update(
@@ -207,5 +209,62 @@ class Candidates:
         """vLLM's attention layer of this name."""
         return self.runner.compilation_config.static_forward_context[name]
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
+    def _on_device(self, values: ndarray) -> Tensor:
         return async_tensor_h2d(values, device=self.runner.device)
+
+
+class Progress:
+    """A group step for the first stage; every array has an entry per batch row.
+
+    A request's token at hand is ready (its state after d_bar exists), missed (it must
+    still run through the first stage), or out (the request ended).
+
+    Args:
+        positions: of the scheduled tokens.
+        allowance: tokens that each request may emit.
+        lengths: the most tokens of each request, prompt included.
+        stops: tokens that end each request.
+    """
+
+    def __init__(
+        self,
+        positions: ndarray,
+        allowance: ndarray,
+        lengths: ndarray,
+        stops: Sequence[set[int]],
+    ) -> None:
+        count = len(positions)
+        self.lengths = lengths
+        self.stops = stops
+        self.position = positions.copy()  # of the token at hand
+        # The token at hand, once one was emitted
+        self.token = np.zeros(count, dtype=np.int64)
+        self.allowance = allowance
+        self.emitted = np.zeros(count, dtype=np.int64)
+        self.ready = np.ones(count, dtype=bool)
+        self.missed = np.zeros(count, dtype=bool)
+
+    def sendable(self) -> ndarray:
+        """Rows that are ready and may emit another token."""
+        allowed = self.emitted < self.allowance
+        return np.flatnonzero(self.ready & allowed)
+
+    def waits_for_missed(self) -> bool:
+        """Whether a missed token could still be ended in this step."""
+        allowed = self.emitted < self.allowance
+        return bool((self.missed & allowed).any())
+
+    def with_candidates(self, rows: ndarray) -> ndarray:
+        """The given rows whose next token cannot be their last."""
+        return rows[self.position[rows] + 2 < self.lengths[rows]]
+
+    def emit(self, rows: ndarray, tokens: ndarray) -> ndarray:
+        """Record the target's next token of some rows: which of them continue [rows] bool."""
+        self.emitted[rows] += 1
+        self.token[rows] = tokens
+        self.position[rows] += 1
+        self.ready[rows] = False
+        pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
+        stopped = [token in self.stops[row] for row, token in pairs]
+        continues: ndarray = self.position[rows] + 1 < self.lengths[rows]
+        return continues & ~np.array(stopped, dtype=bool)

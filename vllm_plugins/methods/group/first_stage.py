@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 from torch.nn import functional
 from vllm.distributed import get_pp_group
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -17,8 +19,11 @@ from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
-from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
-from vllm_ppd.vllm_plugins.methods.group.progress import Progress
+from vllm_ppd.vllm_plugins.methods.group.candidates import (
+    NONE,
+    Candidates,
+    Progress,
+)
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 
@@ -29,11 +34,11 @@ class FirstStageCut(ModelCut):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | CutState:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | CutState:
         if self.ahead is None:
             return super().forward(input_ids, positions, state, inputs_embeds)
         hidden, residual = self.ahead
@@ -84,7 +89,7 @@ class FirstStage(Stage):
         self._stops: dict[str, set[int]] = {}  # of requests by name
         # Arguments of Candidates.choose for written entries that the other candidates
         # of their requests do not have yet
-        self._unsettled: tuple[np.ndarray, ...] | None = None
+        self._unsettled: tuple[ndarray, ...] | None = None
 
     def _load_reader(self) -> None:
         """Receive the target's norm and LM head, by which candidates are read."""
@@ -188,7 +193,11 @@ class FirstStage(Stage):
         sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
-                sent = self._next(progress)
+                sent = progress.sendable()
+                if not len(sent) and progress.waits_for_missed():
+                    # The last stage waits while no request's token is ready
+                    self._run_missed(progress)
+                    sent = progress.sendable()
                 # No rows: the step ends
                 states = self._states_of(sent) if len(sent) else None
                 counted = self.counters.take()
@@ -204,20 +213,12 @@ class FirstStage(Stage):
         ready = progress.ready
         self.carried[step.request_rows[ready]] = progress.position[ready]
 
-    def _states_of(self, rows: np.ndarray) -> CutState:
+    def _states_of(self, rows: ndarray) -> CutState:
         """The states of batch rows."""
         assert self.step is not None
         return self.states.load(self.index(self.step.request_rows[rows]))
 
-    def _next(self, progress: Progress) -> np.ndarray:
-        """Rows of the next micro-step; the last stage waits while no request's token is ready."""
-        sent = progress.sendable()
-        if not len(sent) and progress.waits_for_missed():
-            self._run_missed(progress)
-            sent = progress.sendable()
-        return sent
-
-    def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
+    def _micro_step(self, progress: Progress, sent: ndarray) -> None:
         """Run candidates and missed tokens while the last stage ends the sent tokens."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
@@ -248,8 +249,8 @@ class FirstStage(Stage):
         progress.missed[goes_on] = True
 
     def _run_candidates(
-        self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
-    ) -> tuple[CutState | None, np.ndarray]:
+        self, progress: Progress, speculating: ndarray, missed: ndarray
+    ) -> tuple[CutState | None, ndarray]:
         """The first stack over k candidates of some rows, and over the missed tokens of
         others.
 
@@ -297,10 +298,10 @@ class FirstStage(Stage):
     def _advance(
         self,
         progress: Progress,
-        rows: np.ndarray,
+        rows: ndarray,
         state: CutState | None,
-        places: np.ndarray,
-        winners: np.ndarray,
+        places: ndarray,
+        winners: ndarray,
     ) -> None:
         """Run rows from the first stack's states to d_bar.
 

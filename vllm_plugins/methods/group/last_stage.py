@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 from vllm.distributed import get_pp_group
 
 from vllm_ppd.model_patches.base import CutState
@@ -35,9 +37,7 @@ class LastStage(Stage):
         )
 
     @torch.inference_mode()
-    def run_micro_steps(
-        self, first: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_micro_steps(self, first: Tensor) -> tuple[Tensor, Tensor]:
         """Run the micro-steps after a group step's first tokens.
 
         Args:
@@ -75,11 +75,11 @@ class LastStage(Stage):
 
     def _sample(
         self,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        token_ids: np.ndarray,
+        rows: ndarray,
+        positions: ndarray,
+        token_ids: ndarray,
         state: CutState,
-    ) -> np.ndarray:
+    ) -> ndarray:
         """The target's next token of some rows, as vLLM's sampler draws it at these
         positions.
 

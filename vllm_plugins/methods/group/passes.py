@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -25,7 +26,7 @@ class Tokens(NamedTuple):
     positions: np.ndarray  # [tokens] int64
     # [tokens, KV cache groups] int32, the blocks that hold the tokens; None: those of the
     # block tables
-    blocks: torch.Tensor | None = None
+    blocks: Tensor | None = None
 
 
 class StagePasses:
@@ -41,7 +42,7 @@ class StagePasses:
         self.runner = runner
         self.cut = cut
 
-    def first(self, tokens: Tokens, token_ids: torch.Tensor) -> CutState:
+    def first(self, tokens: Tokens, token_ids: Tensor) -> CutState:
         """Stack 0 over tokens by their IDs [tokens]: the states at its end."""
         # Compiled stacks have no guards: IDs need exactly the layout of vLLM's.
         ids = token_ids.to(torch.int32).contiguous()
@@ -57,9 +58,7 @@ class StagePasses:
         """
         return self._run(-1, tokens, *state)
 
-    def _run(
-        self, level: int, tokens: Tokens, *inputs: torch.Tensor | None
-    ) -> Any:
+    def _run(self, level: int, tokens: Tokens, *inputs: Tensor | None) -> Any:
         runner = self.runner
         count = len(tokens.rows)
         graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
@@ -91,13 +90,13 @@ class StagePasses:
             ),
         ):
             output = self.cut.stacks[level](*arguments)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return output[:count]
         return rows_of(output, slice(count))
 
     def _blocks(
-        self, tokens: Tokens, positions: torch.Tensor, padded: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        self, tokens: Tokens, positions: Tensor, padded: int
+    ) -> tuple[list[Tensor], Tensor]:
         """Block tables [tokens, blocks] of each KV cache group, and KV slots [groups, padded]."""
         block_tables = self.runner.block_tables
         rows = async_tensor_h2d(tokens.rows, device=self.runner.device)
@@ -123,9 +122,9 @@ class StagePasses:
     def _metadata(
         self,
         tokens: Tokens,
-        positions: torch.Tensor,
-        tables: list[torch.Tensor],
-        slots: torch.Tensor,
+        positions: Tensor,
+        tables: list[Tensor],
+        slots: Tensor,
     ) -> dict[str, Any]:
         """Attention metadata by layer name, with every token as a request of its own."""
         runner = self.runner
@@ -150,9 +149,7 @@ class StagePasses:
         )
 
 
-def _padded(
-    values: torch.Tensor, buffer: torch.Tensor, size: int
-) -> torch.Tensor:
+def _padded(values: Tensor, buffer: Tensor, size: int) -> Tensor:
     """Values [tokens, ...] at the start of a buffer, with zeros up to a size."""
     buffer[: len(values)].copy_(values)
     buffer[len(values) : size].zero_()

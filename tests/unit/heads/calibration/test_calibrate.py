@@ -17,8 +17,12 @@ from conftest import DEMO, Factory, patterned_texts, write_texts
 from records import write
 from transformers import GenerationConfig
 
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.replay import replay
+from vllm_ppd.heads.calibration.acceptance import (
+    acceptance,
+    generate,
+    replay,
+    take_prompts,
+)
 from vllm_ppd.heads.calibration.run import (
     calibrate,
     counts_of,
@@ -26,16 +30,12 @@ from vllm_ppd.heads.calibration.run import (
     report,
     save_recommended,
 )
-from vllm_ppd.heads.calibration.text import (
-    acceptance,
-    generate,
-    take_prompts,
-)
 from vllm_ppd.heads.early.calibration import read_exits
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import load_calibration, load_config
+from vllm_ppd.heads.folder import load_calibration, load_config
 from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.heads.planning import recommend
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.target import Target

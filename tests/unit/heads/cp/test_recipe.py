@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from vllm_ppd.heads.cp.config import Condition, CPOptions
 from vllm_ppd.heads.cp.recipe import CPRecipe, ridge
-from vllm_ppd.heads.draft_vocabulary import most_frequent
+from vllm_ppd.heads.module import most_frequent
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import balance_loss

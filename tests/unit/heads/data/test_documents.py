@@ -14,8 +14,7 @@ from conftest import DEMO
 from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
-from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import document_prompts
+from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -196,7 +195,7 @@ def test_special_tokens_are_those_of_served_prompts(tmp_path: Path) -> None:
         whole,
         rendered(CHAT),
     ]
-    pieces, chat = document_prompts(documents, 5)
+    (_, pieces), (_, chat) = document_prompts(documents, 5)
     body = whole[1:]
     assert pieces == [[BOS, *body[i : i + 4]] for i in range(0, len(body) - 3, 4)]
     assert chat == [rendered(CHAT[:1], add_generation_prompt=True)]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.early.recipe import EarlyRecipe
-from vllm_ppd.heads.io import kind_of, load_tensors
+from vllm_ppd.heads.folder import kind_of, load_tensors
 from vllm_ppd.heads.training.target import Target
 
 

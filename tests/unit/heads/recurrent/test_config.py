@@ -24,10 +24,10 @@ from refusals import (
     with_value,
 )
 
-from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
-from vllm_ppd.heads.io import load_config, load_tensors
+from vllm_ppd.heads.folder import load_config, load_tensors
 from vllm_ppd.heads.kinds import recurrent
+from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.options import OptionError
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from published import LAYOUTS, VOCAB, publish, states, weights_of
 
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 

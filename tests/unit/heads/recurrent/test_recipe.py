@@ -11,7 +11,7 @@ from conftest import Factory
 from overfitted import fit
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.recurrent.config import RecurrentConfig, RecurrentOptions
 from vllm_ppd.heads.recurrent.recipe import RecurrentRecipe
 from vllm_ppd.heads.training.target import Target

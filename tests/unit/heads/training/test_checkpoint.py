@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.files import InUse, writing_folder
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.locking import InUse, writing_folder
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import FACTS, WORK, latest, read_facts
 from vllm_ppd.vllm_plugins.cli.main import main

@@ -16,10 +16,10 @@ from records import write
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import check_folder, kind_of, load_config
+from vllm_ppd.heads.folder import check_folder, kind_of, load_config
 from vllm_ppd.heads.kinds import KINDS, recipe_of
+from vllm_ppd.heads.provenance import provenance_of
 from vllm_ppd.heads.training import loop
-from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]

@@ -28,7 +28,7 @@ from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
 from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
-from vllm_ppd.vllm_plugins.patches import statistics
+from vllm_ppd.vllm_plugins.patches import running
 
 # Prometheus's text from one front end of several
 FRONT_END = """
@@ -89,7 +89,7 @@ def test_counts_arrive_once_where_vllms_do() -> None:
     vllm_config.additional_config = {CONFIG_KEY: ours}
     vllm_config.model_config = SimpleNamespace(served_model_name="test")  # type: ignore[assignment]
     manager = SimpleNamespace(engine_indexes=[0, 1])
-    statistics.make_loggers(lambda *_: None, manager, vllm_config)
+    running.make_loggers(lambda *_: None, manager, vllm_config)
     amounts = {"deferred_steps": 2, "drafting_seconds": 0.25, "group_hits": 4}
     worker = Counters()
     for name, amount in amounts.items():
@@ -98,7 +98,7 @@ def test_counts_arrive_once_where_vllms_do() -> None:
     scheduler = Counting(log_stats=True)
     for made in (output(worker), output(worker)):
         stats = sent(scheduler.step(made))
-        statistics.record(
+        running.record(
             lambda *_, **__: None,
             manager,
             stats,

@@ -14,12 +14,12 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-from vllm_ppd.model_patches import exit_norm
+from vllm_ppd.model_patches import adapters
 from vllm_ppd.vllm_plugins.methods.early.passes import on_device
 
 
 def test_vllm_has_such_norms() -> None:
-    for op in exit_norm._norms():
+    for op in adapters._norms():
         assert "native" in op.impls
         with op.set_priority(["native"]):
             assert op.get_priority() == ["native"]
