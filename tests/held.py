@@ -12,11 +12,8 @@ class Held:
 
     def numbers_held(self: Any) -> int:
         """Numbers in the matrices that this rank reads for drafts."""
-        layers = [
-            found.layer
+        return sum(
+            found.layer.output_size_per_partition * found.layer.input_size
             for found in gc.get_objects()
             if type(found) is PackedLinear
-        ]
-        return sum(
-            layer.output_size_per_partition * layer.input_size for layer in layers
         )
