@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """When tensor-parallel ranks divide a matrix of the heads among them.
 
-Ranks that hold a whole matrix each read all of it. Ranks that hold parts read their
+Ranks that hold a whole matrix each read all of it. Ranks that hold a part read the
 part, and one collective joins what they computed. A step of few requests takes as long
-as its bytes and its collectives, so a matrix is divided if that saves more seconds of
-reading than the collective takes. More requests change nothing: a rank's part of the
-products shrinks faster than what it sends grows.
+as its bytes and its collectives, so a matrix is divided if reading less saves more
+seconds than the collective takes. In larger batches a collective sends more, but a rank
+multiplies less, and over NVLink this saves more than that costs.
 """
 
-# An H100 reads 3.35 TB/s. A slower memory gains more than is counted here.
+# Estimates, not measured. An H100's memory has 3.35 TB/s; with a slower one dividing
+# gains more than is counted.
 BYTES_PER_SECOND = 3e12
-# vLLM's all-reduce of a few rows over NVLink takes 8 to 15 us, NCCL's all-gather 15 to 20
+# An all-reduce or all-gather of a few rows over NVLink, in a CUDA graph
 SECONDS_PER_COLLECTIVE = 15e-6
 
 
