@@ -118,7 +118,7 @@ def test_divided_heads(
             accepted = counts["accepted"]
             with counting(llm) as counts:
                 sampled = generate(llm, requests, SAMPLED)
-            assert min(accepted, counts["accepted"]) > 0
+            assert accepted > 0
             answers.append([accepted, sampled, counts["accepted"]])
     assert answers[0] == answers[1]
     whole, divided = held

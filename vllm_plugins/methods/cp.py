@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.distributed import tensor_model_parallel_all_reduce
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
@@ -59,11 +58,11 @@ class ParallelRecurrence(Recurrence):
         super().__init__(own, target.linear_of_rank)
         if self.fuse is not None:
             self.fuse = target.linear(tensors["cp.recurrence.fuse"])
-        self.part = target.part
+        self.target = target
 
     def joined(self, skip: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
-        self.part(gated, 1).add_(skip)
-        return tensor_model_parallel_all_reduce(gated)
+        self.target.part(gated, 1).add_(skip)
+        return self.target.all_reduce(gated)
 
 
 def recurrence_of(
