@@ -61,7 +61,7 @@ class Recurrence:
             for name, tensor in tensors.items()
         }
         self.dropout = dropout
-        self.size = len(matrices["outer"])
+        self.size, self.width = matrices["outer"].shape
         self.token = linear(matrices["token"])
         self.inner = linear(matrices["inner"])
         self.outer = linear(matrices["outer"])
@@ -92,11 +92,15 @@ class Recurrence:
             embedded: E[token] [rows, d].
         """
         read = self.token(normed(embedded)) + self.inner(normed(state))
-        gate, value = read[:, self.size :].chunk(2, dim=-1)
+        skip, gate, value = read.tensor_split([-2 * self.width, -self.width], -1)
         gated = functional.silu(gate) * value
         if self.dropout:
             gated = functional.dropout(gated, self.dropout)
-        return state + read[:, : self.size] + self.outer(gated)
+        return state + self.joined(skip, self.outer(gated))
+
+    def joined(self, skip: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+        """V u + W_o (...) [rows, d] from both products."""
+        return skip + gated
 
     def experts(self, state: torch.Tensor) -> torch.Tensor:
         """The state of each expert for the LM head, s + A_a B_a s [rows, r, d]; a

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-from cases import CASES, VARIANTS
+from cases import CASES, VARIANTS, generate, greedy, prompts
 from conftest import Factory, counting, engines, full_but
+from vllm import SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -77,3 +78,48 @@ def test_two_ranks_adaptive(
     )
     assert said == {case: alone(case) for case in cases}
     assert counts["deferred_steps"] > 0
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.8, seed=i, max_tokens=16, ignore_eos=True)
+    for i in range(4)
+]
+# Variants, and how many numbers every rank holds of each: the low-rank experts
+DIVIDED = {
+    "cp-layers": 3 * 4 * 64,
+    "cp": 0,
+    "cp-full": 0,
+    "recurrent": 0,
+    "dynamo": 0,
+}
+
+
+@pytest.mark.parametrize("name", full_but({"cp-layers"}, DIVIDED))
+def test_divided_heads(
+    tiny_model: Factory, with_heads: Factory, engine: Factory, name: str
+) -> None:
+    """Ranks that divide the heads read half as much, and draft the same."""
+    options = with_heads({**VARIANTS[name], "draft_vocab_size": 100})
+    shared = DIVIDED[name]
+    requests = prompts(4, 24)
+    expected = generate(engine(), requests, greedy(16))
+    held = []
+    answers = []
+    with engines(tiny_model) as get:
+        for module in ("held", "divided"):
+            llm = get(
+                options,
+                tensor_parallel_size=2,
+                worker_extension_cls=f"{module}.Held",
+            )
+            held.append(llm.collective_rpc("numbers_held"))
+            with counting(llm) as counts:
+                assert generate(llm, requests, greedy(16)) == expected
+            accepted = counts["accepted"]
+            with counting(llm) as counts:
+                sampled = generate(llm, requests, SAMPLED)
+            assert accepted > 0
+            answers.append([accepted, sampled, counts["accepted"]])
+    assert answers[0] == answers[1]
+    whole, divided = held
+    assert divided == [shared + (numbers - shared) // 2 for numbers in whole]

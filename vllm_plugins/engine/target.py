@@ -5,16 +5,21 @@ and its cuts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 from vllm.config import CompilationMode, set_current_vllm_config
-from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
@@ -29,6 +34,7 @@ from vllm_ppd.model_patches.branched import (
     TappedModel,
     build_layers,
 )
+from vllm_ppd.vllm_plugins.engine.sharding import pays
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -39,40 +45,51 @@ UNITS_AT_ONCE = 256  # columns of the LM head that are read by one product
 
 
 class PackedLinear:
-    """y = W x, W [out, in] in the target's dtype, whole on every rank."""
+    """y = W x on every rank, W [out, in] in the target's dtype.
+
+    Args:
+        weight: W, or this rank's own matrix if it is not to be divided.
+        vllm_config, device: of the engine.
+        divided: whether each rank holds a part of W's rows.
+    """
 
     def __init__(
         self,
         weight: torch.Tensor,
         vllm_config: Any,
         device: torch.device,
+        divided: bool = False,
     ) -> None:
         self.vllm_config = vllm_config
         self.device = device
+        self.divided = divided
         self._pack(weight)
 
     def _pack(self, weight: torch.Tensor) -> None:
         model_config = self.vllm_config.model_config
         rows, columns = weight.shape
         with set_current_vllm_config(self.vllm_config), self.device:
-            self.layer = ReplicatedLinear(
+            self.layer = ColumnParallelLinear(
                 columns,
                 rows,
                 bias=False,
+                gather_output=True,
                 params_dtype=model_config.dtype,
-                quant_config=None,
+                disable_tp=not self.divided,
             )
-        self.layer.weight.data.copy_(weight)
+        self._copy(weight)
         process_weights_after_loading(self.layer, model_config, self.device)
+
+    def _copy(self, weight: torch.Tensor) -> None:
+        self.layer.weight_loader(self.layer.weight, weight)
 
     def load(self, weight: torch.Tensor) -> None:
         """Replace the matrix by another one of its shape; CUDA graphs read it from then on, too."""
         if self.device.type == "cpu":
-            self._pack(
-                weight
-            )  # in a layout of the platform's, and without graphs
+            # In a layout of the platform's, and without graphs
+            self._pack(weight)
         else:
-            self.layer.weight.data.copy_(weight)
+            self._copy(weight)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.layer(hidden)[0]
@@ -249,6 +266,7 @@ class DraftVocabulary:
         target: Target,
         reads_lm_head: bool = True,
     ) -> None:
+        self.target = target
         self.lm_head = target.lm_head
         # [size]; None: the whole vocabulary
         self.token_ids: torch.Tensor | None = None
@@ -292,14 +310,18 @@ class DraftVocabulary:
             return self.lm_head.logits(hidden)
         return self.linear(hidden) + self.bias
 
-    def rows(self, classifiers: torch.Tensor) -> torch.Tensor:
-        """The rows of classifiers [..., vocabulary, hidden] that this rank holds."""
+    def classifiers(self, weight: torch.Tensor) -> PackedLinear:
+        """y = W x for the drafted tokens' rows of classifiers [..., vocabulary, hidden],
+        or for this rank's shard of them.
+        """
         if self.token_ids is None:
-            return self.lm_head.shard(classifiers)
-        return classifiers[..., self.token_ids.cpu(), :]
+            shard = self.lm_head.shard(weight)
+            return self.target.linear_of_rank(shard.flatten(0, -2))
+        rows = weight[..., self.token_ids.cpu(), :]
+        return self.target.linear(rows.flatten(0, -2))
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [..., size] of such rows' products."""
+        """The logits [..., size] of the products of classifiers."""
         return self.lm_head.gather(logits) if self.token_ids is None else logits
 
 
@@ -335,10 +357,33 @@ class Target:
         ]
 
     def linear(self, weight: torch.Tensor) -> PackedLinear:
-        """y = W x for a matrix [out, in], packed for the platform's fastest product and
-        whole on every rank.
+        """y = W x on every rank for a matrix [out, in], packed for the platform's fastest
+        product. The ranks divide its rows if that pays.
         """
+        divided = self.divides([weight], len(weight))
+        return PackedLinear(weight, self.vllm_config, self.device, divided)
+
+    def linear_of_rank(self, weight: torch.Tensor) -> PackedLinear:
+        """y = W x for a matrix [out, in] of this rank alone."""
         return PackedLinear(weight, self.vllm_config, self.device)
+
+    def divides(self, weights: Iterable[torch.Tensor], *sizes: int) -> bool:
+        """Whether the ranks should divide weights whose products one collective joins,
+        along dimensions of some sizes.
+        """
+        ranks = get_tensor_model_parallel_world_size()
+        read = sum(weight.numel() for weight in weights) * self.dtype.itemsize
+        return pays(read, ranks) and not any(size % ranks for size in sizes)
+
+    def part(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's part of a tensor, along a dimension that the ranks divide: a view."""
+        size = tensor.shape[dim] // get_tensor_model_parallel_world_size()
+        start = get_tensor_model_parallel_rank() * size
+        return tensor.narrow(dim, start, size)
+
+    def all_reduce(self, summands: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' tensors, on every rank."""
+        return tensor_model_parallel_all_reduce(summands)
 
     def embedding(
         self, weight: torch.Tensor

@@ -18,7 +18,7 @@ the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,44 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
+
+
+class ParallelRecurrence(Recurrence):
+    """A recurrence that tensor-parallel ranks divide.
+
+    Each holds a part of the rows of V, of W_g and of W_i, and the columns of W_o that
+    read its gated layer. One all-reduce per token joins V u and W_o (...).
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], target: Target
+    ) -> None:
+        own = dict(tensors)
+        outer = tensors["cp.recurrence.outer"]
+        own["cp.recurrence.outer"] = target.part(outer, 1)
+        size, inner = outer.shape
+        for name in ("cp.recurrence.token", "cp.recurrence.inner"):
+            blocks = tensors[name].split([size, inner, inner])
+            own[name] = torch.cat([target.part(block) for block in blocks])
+        super().__init__(own, target.linear_of_rank)
+        if self.fuse is not None:
+            self.fuse = target.linear(tensors["cp.recurrence.fuse"])
+        self.target = target
+
+    def joined(self, skip: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+        self.target.part(gated, 1).add_(skip)
+        return self.target.all_reduce(gated)
+
+
+def recurrence_of(
+    tensors: Mapping[str, torch.Tensor], target: Target
+) -> Recurrence:
+    """The recurrence of a CP head; the ranks divide it if that pays."""
+    names = ("token", "inner", "outer")
+    token, inner, outer = (tensors[f"cp.recurrence.{name}"] for name in names)
+    if target.divides([token, inner, outer], *outer.shape):
+        return ParallelRecurrence(tensors, target)
+    return Recurrence(tensors, target.linear)
 
 
 class CPDrafter(Drafter):
@@ -62,14 +100,13 @@ class CPDrafter(Drafter):
             if heads.rank > 1:
                 up = tensors["cp.recurrence.up"]
                 placed["cp.recurrence.up"] = up.to(target.device, target.dtype)
-            self.recurrence = Recurrence(placed, target.linear)
+            self.recurrence = recurrence_of(placed, target)
         elif heads.factorised:
             transforms = tensors["cp.transforms"][: self.factors]
             self.weights = target.linear(transforms.flatten(0, 2))
         else:
             classifiers = tensors["cp.classifiers"][: self.factors]
-            rows = self.vocabulary.rows(classifiers)
-            self.weights = target.linear(rows.flatten(0, 2))
+            self.weights = self.vocabulary.classifiers(classifiers)
         # [layers, tokens of the step, d]
         self.tapped = target.tapped_after(heads.layers) if heads.layers else None
         logits = self.factors * heads.rank * self.vocabulary.size

@@ -58,7 +58,7 @@ class RecurrentDrafter(Drafter):
             self.drafts,
         )
         self.lm_heads = [
-            target.linear(vocabulary.rows(tensors[f"head.{stage}.weight"]))
+            vocabulary.classifiers(tensors[f"head.{stage}.weight"])
             for stage in range(min(heads.stages, self.drafts))
         ]
         self.requests_at_once = max(1, LOGITS_AT_ONCE // vocabulary.size)
