@@ -127,6 +127,7 @@ class RecurrentHead(NamedWeights):
     Args:
         config: of the heads.
         tensors: by the configuration's names.
+        drafts: heads in sequence (None: as many as are trained).
     """
 
     rank = 1
@@ -134,11 +135,14 @@ class RecurrentHead(NamedWeights):
     layers = ()
 
     def __init__(
-        self, config: RecurrentConfig, tensors: Mapping[str, torch.Tensor]
+        self,
+        config: RecurrentConfig,
+        tensors: Mapping[str, torch.Tensor],
+        drafts: int | None = None,
     ) -> None:
         super().__init__(config, tensors)
-        self.factors = config.n_predict
-        self.positions = config.n_predict + 1
+        self.factors = drafts or config.n_predict
+        self.positions = self.factors + 1
 
     def read(self, states: TargetStates) -> torch.Tensor:
         """The target's final states [rows, d]."""

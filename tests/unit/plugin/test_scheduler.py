@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the policy of a step, and what it learns from its output."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ def scheduler() -> Any:
         _kinds=dict(zip(names, (GREEDY, 0, OPTED_OUT, 0), strict=True)),
         _limits={"sampling": 1},
         _may_draft=True,
+        _pending=defaultdict(float),
         _matched=False,
         _matches=([], []),
         _watch=None,
