@@ -34,7 +34,9 @@ def scheduler(tiny_model: Factory) -> Factory:
 
     def get(rank: int, **settings: Any) -> DraftingScheduler:
         options = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
-        vllm_config = from_dict(tiny_model(), options, **settings)
+        vllm_config = from_dict(
+            tiny_model(), options, enable_prefix_caching=False, **settings
+        )
         vllm_config.cache_config.num_gpu_blocks = 64
         vllm_config.parallel_config.data_parallel_size = 2
         vllm_config.parallel_config.data_parallel_rank = rank

@@ -162,22 +162,26 @@ class Acceptance:
     ) -> list[float]:
         """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
         most = _at_most(self._max_drafts, req_ids, limits)
-        groups = zip(kinds, most, strict=True)
-        # (kind, most drafts) -> requests, each weighed by its own factor
-        weights: dict[tuple[int, int], float] = {}
+        groups = list(zip(kinds, most, strict=True))
+        requests = Counter(groups)  # (kind, most drafts) -> requests
+        weights: dict[
+            tuple[int, int], float
+        ] = {}  # the same, by their own factors
         if len(req_ids) > MAX_FOLLOWED:
-            weights.update(Counter(groups))
+            weights.update(requests)
         else:
             for req_id, group in zip(req_ids, groups, strict=True):
                 accepted, expected = self._requests.get(req_id, (0.0, 0.0))
                 factor = (accepted + KIND_WEIGHT) / (expected + KIND_WEIGHT)
                 weights[group] = weights.get(group, 0.0) + factor
         sums = [0.0] * (1 + self._max_drafts)
-        for (kind, limit), weight in weights.items():
-            expected_drafts = self.kinds[kind].expected
+        for group, weight in weights.items():
+            kind, limit = group
             for drafts in range(1 + self._max_drafts):
-                sums[drafts] += weight * expected_drafts[min(drafts, limit)]
-        return [min(s / len(req_ids), k) for k, s in enumerate(sums)]
+                verified = min(drafts, limit)
+                mean = weight * self.kinds[kind].expected[verified]
+                sums[drafts] += min(mean, requests[group] * verified)
+        return [total / len(req_ids) for total in sums]
 
     def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""

@@ -386,7 +386,7 @@ class DraftingScheduler(CountingScheduler):
         kinds = self._kinds
         for name, match in zip(*self._matches, strict=True):
             kind = kinds.get(name, OPTED_OUT)
-            if kind != OPTED_OUT:
+            if kind != OPTED_OUT and match != kind // LOOKED_UP:
                 kinds[name] = kind % LOOKED_UP + LOOKED_UP * match
         self._matches = [], []
 
