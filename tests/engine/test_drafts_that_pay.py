@@ -130,10 +130,11 @@ def test_own_numbers_of_drafts(
 
     def update_from_output(step: Any, output: Any) -> Any:
         for req_id in step.scheduled_spec_decode_tokens:
-            extra = scheduler.requests[req_id].sampling_params.extra_args
+            request = scheduler.requests.get(req_id)  # None once it has ended
             sampled = output.sampled_token_ids[output.req_id_to_index[req_id]]
-            if sampled:
-                accepted[extra["ppd_num_drafts"]].append(len(sampled) - 1)
+            if request is not None and sampled:
+                bound = request.sampling_params.extra_args["ppd_num_drafts"]
+                accepted[bound].append(len(sampled) - 1)
         return stock(step, output)
 
     monkeypatch.setattr(scheduler, "update_from_output", update_from_output)
