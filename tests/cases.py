@@ -310,6 +310,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "method": "recurrent",
         "heads": ("recurrent", {"tie_weights": False}),
     },
+    "recurrent-7": {
+        "method": "recurrent",
+        "num_speculative_tokens": 7,
+        "heads": ("recurrent", {}),
+    },
+    "lookup-7": {
+        "method": "lookup",
+        "num_speculative_tokens": 7,
+        "prompt_lookup_min": 1,
+    },
     "recurrent-short": {
         "method": "recurrent",
         "num_speculative_tokens": 5,

@@ -168,10 +168,15 @@ class Fixed:
     exploring = False
 
     def __init__(self, drafts: int) -> None:
-        self.drafts = drafts
+        self.latest = drafts
+
+    def holds(self, *_: object) -> bool:
+        return True
+
+    learns = holds
 
     def choose(self, *_: object) -> int:
-        return self.drafts
+        return self.latest
 
     def observe(self, *_: object) -> None:
         pass
@@ -200,12 +205,14 @@ def run(
     for number, load in enumerate(loads):
         names = [str(i) for i in range(load.requests)]
         kinds = [0] * load.requests
-        drafted = policy.choose(
-            load.requests,
-            load.waiting,
-            names,
-            kinds,
-        )
+        if not policy.holds(load.requests, load.waiting):
+            policy.choose(
+                load.requests,
+                load.waiting,
+                names,
+                kinds,
+            )
+        drafted = policy.latest
         step = Step(
             load.requests,
             load.prompt,
@@ -227,7 +234,10 @@ def run(
             load.requests, load.prompt, made, drafted, load.context
         )
         seconds = exact * max(rng.gauss(1.0, noise), 0.5)
-        pending = (step, None if load.idle else seconds, names, kinds, emitted)
+        served = None if load.idle else seconds
+        pending = (step, served, names, kinds, emitted)
+        if not policy.learns(step):
+            pending = (step, served, [], [], [])
         made = drafted
         if number < skip:
             continue

@@ -124,6 +124,7 @@ class RecurrentHead(NamedWeights):
     Args:
         config: of the heads.
         tensors: by the configuration's names.
+        drafts: heads in sequence (None: as many as are trained).
     """
 
     rank = 1
@@ -131,11 +132,14 @@ class RecurrentHead(NamedWeights):
     layers = ()
 
     def __init__(
-        self, config: RecurrentConfig, tensors: Mapping[str, Tensor]
+        self,
+        config: RecurrentConfig,
+        tensors: Mapping[str, Tensor],
+        drafts: int | None = None,
     ) -> None:
         super().__init__(config, tensors)
-        self.factors = config.n_predict
-        self.positions = config.n_predict + 1
+        self.factors = drafts or config.n_predict
+        self.positions = self.factors + 1
 
     def read(self, states: TargetStates) -> Tensor:
         """The target's final states [rows, d]."""

@@ -147,6 +147,10 @@ def test_bad_options_are_refused_before_a_stream_begins(
         ),
         ({"vllm_xargs": {"ppd_drafts": 0}}, "did you mean 'ppd_draft'?"),
         ({"vllm_xargs": {"ppd_eps_b": 0.5}}, "vllm_xargs"),
+        (
+            {"vllm_xargs": {"ppd_num_drafts": DRAFTS + 1}},
+            f"more than the {DRAFTS} drafts of this server",
+        ),
         ({"vllm_xargs": {"ppd_draft": "x" * 10**6}}, "vllm_xargs"),
     ):
         answer = server.http.post(path, json={**body, **options})

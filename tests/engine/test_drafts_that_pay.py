@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of drafts: vLLM's scheduler takes none where drafts do not pay."""
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, full_but, runner_of
 from methods import METHODS
+from vllm.exceptions import VLLMValidationError
 
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.engine import dummy_steps
@@ -101,3 +103,46 @@ def test_hard_cut_off(engine: Factory, drafting: Factory, name: str) -> None:
     with counting(llm) as seen:
         assert generate(llm, crowd, params) == generate(engine(), crowd, params)
     assert seen["drafted"] > 0  # once a request is left
+
+
+MIXED = {
+    **METHODS,
+    "lookup": {"method": "lookup", "prompt_lookup_min": 1},
+    "recurrent": {"method": "recurrent", "heads": ("recurrent", {})},
+}
+
+
+@pytest.mark.parametrize("name", full_but({"cp", "lookup"}, MIXED))
+def test_own_numbers_of_drafts(
+    engine: Factory,
+    drafting: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """Requests of one batch ask for 0, 1, 2, ... drafts a step, and none accepts more."""
+    llm = drafting(MIXED[name])
+    scheduler = scheduler_of(llm)
+    most = scheduler.num_spec_tokens
+    requests = prompts(12)
+    own = [number % (1 + most) for number in range(len(requests))]
+    accepted: dict[int, list[int]] = defaultdict(list)
+    stock = scheduler.update_from_output
+
+    def update_from_output(step: Any, output: Any) -> Any:
+        for req_id in step.scheduled_spec_decode_tokens:
+            request = scheduler.requests.get(req_id)  # None once it has ended
+            sampled = output.sampled_token_ids[output.req_id_to_index[req_id]]
+            if request is not None and sampled:
+                bound = request.sampling_params.extra_args["ppd_num_drafts"]
+                accepted[bound].append(len(sampled) - 1)
+        return stock(step, output)
+
+    monkeypatch.setattr(scheduler, "update_from_output", update_from_output)
+    params = [greedy(extra_args={"ppd_num_drafts": n}) for n in own]
+    expected = generate(engine(), requests, greedy())
+    assert generate(llm, requests, params) == expected
+    assert all(max(accepted[n]) <= n for n in range(1 + most))
+    assert all(sum(accepted[n]) > 0 for n in range(1, 1 + most))
+    refused = greedy(extra_args={"ppd_num_drafts": most + 1})
+    with pytest.raises(VLLMValidationError, match=f"more than the {most} drafts"):
+        generate(llm, requests[:1], refused)

@@ -122,10 +122,10 @@ def test_kv_connector(
         max_num_batched_tokens=512,
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert len(scheduler.policy.seconds.table.sizes) > 1, (
+    assert len(scheduler.draft_policy.seconds.table.sizes) > 1, (
         "step costs were not measured beside a connector"
     )
-    scheduler.policy = None  # every step drafts
+    scheduler.draft_policy = None  # every step drafts
     layers = len(runner_of(llm).compilation_config.static_forward_context)
     assert layers == 6 + 2 * (name == "dynamo")
     for hit in (False, True):

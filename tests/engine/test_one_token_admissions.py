@@ -28,7 +28,7 @@ def drafting() -> Any:
     heads = str(DEMO.parent / "heads" / "cp")
     options = {"method": "cp", "model": heads, "num_speculative_tokens": 3}
     llm = start_engine(DEMO, options | {"adaptive": True}, **SETTINGS)
-    scheduler_of(llm).policy = None
+    scheduler_of(llm).draft_policy = None
     generate(llm, [CACHED], greedy(4))
     return llm
 

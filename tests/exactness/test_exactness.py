@@ -38,6 +38,8 @@ QUICK: dict[str, list[str]] = {
     ],
     "lookup": ["batch_1", "structured_output", "model_length"],
     "lookup-alone": ["batch_16", "arrivals_and_aborts"],
+    "lookup-7": ["batch_16"],
+    "recurrent-7": ["batch_16"],
     "cp-lookup": ["batch_16"],
     "dynamo-lookup": ["arrivals_and_aborts"],
     "recurrent": ["batch_16", "arrivals_and_aborts", "structured_output"],

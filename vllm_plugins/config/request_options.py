@@ -32,9 +32,20 @@ class RequestOptions(BaseModel):
     ppd_draft: bool = Field(
         True, description="false: do not draft for this request"
     )
+    ppd_num_drafts: Annotated[int, Field(strict=True, ge=0)] | None = Field(
+        None, description="most drafts of this request that a step verifies"
+    )
     ppd_eps_b: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
         None, description="back-off threshold of this request (method dynamo)"
     )
+
+    def most_drafts(self, configured: int) -> int:
+        """The most drafts of a step, of as many as are configured."""
+        if not self.ppd_draft:
+            return 0
+        if self.ppd_num_drafts is None:
+            return configured
+        return min(self.ppd_num_drafts, configured)
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -108,8 +119,17 @@ def check(params: Any, config: DraftingConfig) -> None:
     extra_args = getattr(params, "extra_args", None)
     try:
         check_names(extra_args)
-        sets_eps_b = request_options(extra_args).ppd_eps_b is not None
-        if sets_eps_b and "eps_b" not in config.spec.request_options:
+        options = request_options(extra_args)
+        most = config.num_speculative_tokens
+        if (options.ppd_num_drafts or 0) > most:
+            raise ValueError(
+                f"vllm_xargs['ppd_num_drafts']={options.ppd_num_drafts} is more than "
+                f"the {most} drafts of this server; give 0 to {most}, or omit it"
+            )
+        if (
+            options.ppd_eps_b is not None
+            and "eps_b" not in config.spec.request_options
+        ):
             raise ValueError(
                 "vllm_xargs['ppd_eps_b'] is not an option of this server's method "
                 f"{config.method!r}; omit it"

@@ -7,6 +7,9 @@ from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS, WORKER, MethodSpec
 
+# Up to this number of drafts a step on a GPU has all or none; of more also half
+FEW_DRAFTS = 3
+
 
 class DraftingConfig(DraftingOptions):
     """Options resolved for a target: the exit layer is known and within the model
@@ -38,6 +41,8 @@ class DraftingConfig(DraftingOptions):
         if self.adaptive:
             # vLLM captures graphs for these; our scheduler then chooses among them
             ranges = [(1, 1, drafts), (2, LARGEST_BATCH, 0)]
+            if drafts > FEW_DRAFTS:
+                ranges[1:] = [(2, 2, drafts // 2), (3, LARGEST_BATCH, 0)]
         elif limit is not None:
             ranges = [(1, limit, drafts), (limit + 1, LARGEST_BATCH, 0)]
         else:

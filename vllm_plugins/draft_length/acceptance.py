@@ -8,7 +8,7 @@ factor on it: its own accepted drafts over those that its kind expects.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 # Drafts of each position that a kind remembers
 MEMORY = 512.0
@@ -84,6 +84,9 @@ class KindAcceptance:
 class Acceptance:
     """Expected accepted drafts of batches.
 
+    Verified drafts are counted when they come, and the kinds learn from them when they
+    are next asked.
+
     Args:
         max_drafts: K.
         kinds: number of kinds.
@@ -91,6 +94,9 @@ class Acceptance:
 
     def __init__(self, max_drafts: int, kinds: int) -> None:
         self.kinds = [KindAcceptance(max_drafts) for _ in range(kinds)]
+        self._max_drafts = max_drafts
+        # (kind, verified drafts, emitted tokens) -> requests
+        self._counts: Counter[tuple[int, int, int]] = Counter()
         # request -> [accepted drafts, drafts that its kind expected]
         self._requests: dict[str, list[float]] = {}
         self._age = 0  # steps since drafts were verified
@@ -101,6 +107,7 @@ class Acceptance:
         kinds: Sequence[int],
         drafts: int,
         emitted: Sequence[int],
+        limits: Mapping[str, int],
     ) -> None:
         """Count a step.
 
@@ -108,20 +115,31 @@ class Acceptance:
             req_ids, kinds: of the requests with verified drafts.
             drafts: of each request.
             emitted: tokens of each.
+            limits: the most drafts of requests that have such a number.
         """
         self._age = 0
-        counts: dict[int, Counter[int]] = {}
-        pairs = Counter(zip(kinds, emitted, strict=True))
-        for (kind, tokens), requests in pairs.items():
-            counts.setdefault(kind, Counter())[tokens - 1] += requests
-        if len(req_ids) <= MAX_FOLLOWED:
-            kept = 1 - 1 / REQUEST_MEMORY
-            for req_id, kind, tokens in zip(req_ids, kinds, emitted, strict=True):
-                state = self._requests.setdefault(req_id, [0.0, 0.0])
-                state[0] = state[0] * kept + tokens - 1
-                state[1] = state[1] * kept + self.kinds[kind].expected[drafts]
-        for kind, accepted in counts.items():
+        verified = _at_most(drafts, req_ids, limits)
+        self._counts.update(zip(kinds, verified, emitted, strict=True))
+        if len(req_ids) > MAX_FOLLOWED:
+            return
+        kept = 1 - 1 / REQUEST_MEMORY
+        for req_id, kind, most, tokens in zip(
+            req_ids, kinds, verified, emitted, strict=True
+        ):
+            state = self._requests.get(req_id)
+            if state is None:
+                state = self._requests[req_id] = [0.0, 0.0]
+            state[0] = state[0] * kept + tokens - 1
+            state[1] = state[1] * kept + self.kinds[kind].expected[most]
+
+    def learn(self) -> None:
+        """Have the kinds learn from what was counted."""
+        groups: dict[tuple[int, int], Counter[int]] = {}
+        for (kind, drafts, tokens), requests in self._counts.items():
+            groups.setdefault((kind, drafts), Counter())[tokens - 1] += requests
+        for (kind, drafts), accepted in groups.items():
             self.kinds[kind].count(drafts, accepted)
+        self._counts.clear()
 
     def grow_old(self) -> None:
         """Note a step without verified drafts."""
@@ -137,27 +155,45 @@ class Acceptance:
             }
 
     def per_request(
-        self, req_ids: Sequence[str], kinds: Sequence[int]
+        self,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+        limits: Mapping[str, int],
     ) -> list[float]:
         """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
-        shares = [0.0] * len(self.kinds)
-        if len(req_ids) <= MAX_FOLLOWED:
-            for req_id, kind in zip(req_ids, kinds, strict=True):
+        most = _at_most(self._max_drafts, req_ids, limits)
+        groups = list(zip(kinds, most, strict=True))
+        requests = Counter(groups)  # (kind, most drafts) -> requests
+        weights: dict[
+            tuple[int, int], float
+        ] = {}  # the same, by their own factors
+        if len(req_ids) > MAX_FOLLOWED:
+            weights.update(requests)
+        else:
+            for req_id, group in zip(req_ids, groups, strict=True):
                 accepted, expected = self._requests.get(req_id, (0.0, 0.0))
                 factor = (accepted + KIND_WEIGHT) / (expected + KIND_WEIGHT)
-                shares[kind] += factor / len(req_ids)
-        else:
-            for kind, requests in Counter(kinds).items():
-                shares[kind] = requests / len(req_ids)
-        return [
-            min(sum(map(float.__mul__, shares, expected)), float(drafts))
-            for drafts, expected in enumerate(
-                zip(*(kind.expected for kind in self.kinds), strict=True)
-            )
-        ]
+                weights[group] = weights.get(group, 0.0) + factor
+        sums = [0.0] * (1 + self._max_drafts)
+        for group, weight in weights.items():
+            kind, limit = group
+            for drafts in range(1 + self._max_drafts):
+                verified = min(drafts, limit)
+                mean = weight * self.kinds[kind].expected[verified]
+                sums[drafts] += min(mean, requests[group] * verified)
+        return [total / len(req_ids) for total in sums]
 
     def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""
         return max(
             self.kinds[kind].deviation(drafts, self._age) for kind in kinds
         )
+
+
+def _at_most(
+    drafts: int, req_ids: Sequence[str], limits: Mapping[str, int]
+) -> list[int]:
+    """A number of drafts of each request, or the request's limit."""
+    if not limits:
+        return [drafts] * len(req_ids)
+    return [min(drafts, limits.get(req_id, drafts)) for req_id in req_ids]

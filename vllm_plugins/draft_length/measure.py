@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_ppd.vllm_plugins.config.resolved import FEW_DRAFTS
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
@@ -18,11 +19,13 @@ GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 
 def counts_of(most: int, device: str) -> list[int]:
-    """The numbers of drafts, within 0 to `most`, that are measured and may be chosen.
+    """The numbers of drafts, within 0 to `most`, that are measured and may be chosen:
+    none, half of them and all.
 
-    A GPU would need whole-model graphs for each of them.
+    A GPU needs whole-model graphs for each, so it has no half of few drafts.
     """
-    return sorted({0, 1, most} if device == "cpu" else {0, most})
+    half = most // 2 if device == "cpu" or most > FEW_DRAFTS else 0
+    return sorted({0, half, most})
 
 
 def sizes_to_measure(largest: int, max_drafts: int) -> list[int]:

@@ -8,10 +8,11 @@ better at the upper bound of what is known. Each exploration narrows the bound, 
 explorations end by themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
+from vllm_ppd.vllm_plugins.draft_length.acceptance import MAX_FOLLOWED, Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
 
@@ -21,11 +22,14 @@ STARTS = 1.01
 SURE = 2.0
 # Steps of an exploration; all but the first verify the drafts of the one before
 PROBE = 4
+# A choice holds for these steps, unless the load changes
+HELD = 4
 # Explorations begin at a multiple of these steps
-CHECKED = 8
+CHECKED = 2 * HELD
 # Steps between explorations: the first time, and at most
 WAIT = 32
 MAX_WAIT = 4096
+NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -99,7 +103,23 @@ class DraftPolicy:
         self.current = costs.max_drafts
         self.best: Choice | None = None  # of the latest step
         self.exploring = False
+        self.latest = self.current  # what the latest choice was
         self._step = 0
+        self._load = (0, 0)  # of the latest choice: requests, tokens of prompts
+        self._unseen = 0  # steps since acceptance was observed
+        self._verified: int | None = 0  # drafts of a request in the latest step
+
+    def learns(self, step: Step) -> bool:
+        """Whether to observe the acceptance of a step. Of large batches one step in
+        several is enough, and the first with another number of drafts.
+        """
+        self._unseen += 1
+        changed = step.verified != self._verified
+        self._verified = step.verified
+        if not changed and self._unseen * MAX_FOLLOWED < step.requests:
+            return False
+        self._unseen = 0
+        return True
 
     def observe(
         self,
@@ -108,6 +128,7 @@ class DraftPolicy:
         req_ids: Sequence[str],
         kinds: Sequence[int],
         emitted: Sequence[int],
+        limits: Mapping[str, int] = NO_LIMITS,
     ) -> None:
         """Count a step.
 
@@ -115,16 +136,37 @@ class DraftPolicy:
             step: as scheduled.
             seconds: that it took; None if the engine waited for requests.
             req_ids, kinds, emitted: of the requests that may draft and emitted tokens;
-                all of them had the step's verified drafts.
+                all of them had the step's verified drafts. Empty if the step's
+                acceptance is not observed.
+            limits: the most drafts of requests that have such a number.
         """
         if step.verified is None:
             return
         if seconds is not None and step.steady():
             self.seconds.add(step.requests, step.drafted, seconds)
-        if step.verified and req_ids:
-            self.acceptance.observe(req_ids, kinds, step.verified, emitted)
-        else:
+        if not step.verified:
             self.acceptance.grow_old()
+        elif req_ids:
+            self.acceptance.observe(
+                req_ids,
+                kinds,
+                step.verified,
+                emitted,
+                limits,
+            )
+
+    def holds(self, requests: int, prompt_tokens: int) -> bool:
+        """Whether the latest choice holds after a step; else choose() has to be called."""
+        next_step = self._step + 1
+        if (
+            self.exploration.left
+            or not next_step % HELD
+            or self._load != (requests, prompt_tokens)
+        ):
+            return False
+        self._step = next_step
+        self.exploring = False
+        return True
 
     def choose(
         self,
@@ -132,6 +174,7 @@ class DraftPolicy:
         prompt_tokens: int,
         req_ids: Sequence[str],
         kinds: Sequence[int],
+        limits: Mapping[str, int] = NO_LIMITS,
     ) -> int:
         """The number of drafts after a step.
 
@@ -139,20 +182,45 @@ class DraftPolicy:
             requests: that decode in the next step.
             prompt_tokens: that the next step is expected to read.
             req_ids, kinds: of the requests that may draft.
+            limits: the most drafts of requests that have such a number.
         """
         self._step += 1
+        self._load = requests, prompt_tokens
         self.exploring = False
-        if not req_ids:
-            return 0
+        self.latest = 0
+        if req_ids:
+            share = len(req_ids) / requests
+            self.latest = self._chosen(
+                requests,
+                prompt_tokens,
+                share,
+                req_ids,
+                kinds,
+                limits,
+            )
+        return self.latest
+
+    def _chosen(
+        self,
+        requests: int,
+        prompt_tokens: int,
+        share: float,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+        limits: Mapping[str, int],
+    ) -> int:
+        """As choose(); `share` of the requests may draft."""
         exploration = self.exploration
         if exploration.left:
             exploration.left -= 1
             exploration.ready = self._step + exploration.wait
             self.exploring = True
             return exploration.drafts
+        self.acceptance.learn()
         self.acceptance.forget_others(req_ids)
-        share = len(req_ids) / requests  # of the requests may draft
-        others = self._others(requests, prompt_tokens, share, req_ids, kinds)
+        accepted = self.acceptance.per_request(req_ids, kinds, limits)
+        tokens = [1 + share * mean for mean in accepted]
+        others = self._others(requests, prompt_tokens, tokens)
         self.best = max(others, key=Choice.gain)
         if self.best.gain() > STARTS:
             self.current = self.best.drafts
@@ -162,24 +230,19 @@ class DraftPolicy:
         return self.current
 
     def _others(
-        self,
-        requests: int,
-        prompt_tokens: int,
-        share: float,
-        req_ids: Sequence[str],
-        kinds: Sequence[int],
+        self, requests: int, prompt_tokens: int, tokens: list[float]
     ) -> list[Choice]:
-        """The numbers of drafts beside the current one."""
-        accepted = self.acceptance.per_request(req_ids, kinds)
-        now = 1 + share * accepted[self.current]
+        """The numbers of drafts beside the current one, given a request's expected
+        tokens with each number.
+        """
+        now = tokens[self.current]
         choices = []
         for drafts in self.counts:
             if drafts != self.current:
                 cost, error = self.seconds.relative(
                     requests, prompt_tokens, self.current, drafts
                 )
-                tokens = 1 + share * accepted[drafts]
-                choices.append(Choice(drafts, tokens / now, cost, error))
+                choices.append(Choice(drafts, tokens[drafts] / now, cost, error))
         return choices
 
     def _explored(

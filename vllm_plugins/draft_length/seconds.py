@@ -19,6 +19,8 @@ from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 MEMORY = 32
 # Steps of the bucket beyond which two numbers of drafts are not compared
 NEARBY = 256
+# Between steps at which means end and comparisons are made anew
+CHECKED = 8
 # Relative standard deviations: of a step's seconds, and of the table's costs
 NOISE = 0.1
 TABLE_ERROR = 0.1
@@ -53,6 +55,7 @@ class Bucket:
         # Two numbers of drafts -> factor on the table's cost of the second over the
         # first, its precision, and the step at which it was kept
         self.kept: dict[tuple[int, int], tuple[float, float, int]] = {}
+        self._factors: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, drafts: int, ratio: float) -> None:
         """Add a step that verified and made a number of drafts."""
@@ -60,7 +63,9 @@ class Bucket:
         mean = self.means.setdefault(drafts, Mean())
         if mean.steps:
             ratio = min(ratio, CLIP * mean.value)
-        self._keep_comparisons()
+        if not self.step % CHECKED:
+            self._keep_comparisons()
+            self._factors.clear()
         mean.add(ratio, self.step)
 
     def _keep_comparisons(self) -> None:
@@ -97,6 +102,11 @@ class Bucket:
 
     def factor(self, first: int, second: int) -> tuple[float, float]:
         """(Factor on the table's cost of `second` over `first`, its relative error)."""
+        if (first, second) not in self._factors:
+            self._factors[first, second] = self._factor(first, second)
+        return self._factors[first, second]
+
+    def _factor(self, first: int, second: int) -> tuple[float, float]:
         if first > second:
             factor, error = self.factor(second, first)
             return 1 / factor, error
@@ -121,7 +131,10 @@ class StepSeconds:
         self._table_costs: dict[tuple[int, int, int], float] = {}
 
     def _bucket(self, requests: int) -> Bucket:
-        return self._buckets.setdefault(requests.bit_length(), Bucket())
+        size = requests.bit_length()
+        if size not in self._buckets:
+            self._buckets[size] = Bucket()
+        return self._buckets[size]
 
     def add(self, requests: int, drafts: int, seconds: float) -> None:
         """Add a step as served that read no prompt.

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -59,7 +59,7 @@ class CountingScheduler(Scheduler):
     of KV connectors' statistics.
     """
 
-    _pending: dict[str, float]
+    _pending: dict[str, float]  # counts since the latest statistics
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,10 +67,8 @@ class CountingScheduler(Scheduler):
 
     def report(self, counts: Counts) -> None:
         """Add counts to the next statistics."""
-        count_in_process(counts)
-        if self.log_stats:
-            for name, amount in counts.items():
-                self._pending[name] += amount
+        for name, amount in counts.items():
+            self._pending[name] += amount
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -82,12 +80,14 @@ class CountingScheduler(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self._pending:
+        pending = self._pending
+        self._pending = defaultdict(float)
+        count_in_process(pending)
+        if stats is not None and pending:
             stats.kv_connector_stats = {
                 **(stats.kv_connector_stats or {}),
-                STATISTICS: dict(self._pending),
+                STATISTICS: dict(pending),
             }
-            self._pending.clear()
         return stats
 
 
@@ -100,12 +100,18 @@ class DraftingScheduler(CountingScheduler):
         assert config is not None
         self.config = config
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
-        # None: always as many drafts as configured
-        self.policy: DraftPolicy | None = None
+        # None: always as many drafts as configured. `policy` is vLLM's, of its queues.
+        self.draft_policy: DraftPolicy | None = None
         self.drafts = self.num_spec_tokens  # that the latest step makes
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
+        # Drafts of requests that asked for fewer than all
+        self._limits: dict[str, int] = {}
+        self._may_draft = True  # whether any request may, by the latest choice
+        # Requests of the latest output, and whether each had a match
+        self._matches: tuple[list[str], list[int]] = ([], [])
+        self._matched = False  # whether any had
         self._in_flight = 0  # steps
         # When the latest output came; None: the engine waited for requests
         self._last_output: float | None = None
@@ -126,18 +132,27 @@ class DraftingScheduler(CountingScheduler):
         clock = (
             self.config.adaptive != "table" and executor != "external_launcher"
         )
-        self.policy = DraftPolicy(StepCosts(table), KINDS, clock)
+        self.draft_policy = DraftPolicy(StepCosts(table), KINDS, clock)
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
         params = request.sampling_params
+        req_id = request.request_id
         kind = OPTED_OUT
-        if params is not None and request_options(params.extra_args).ppd_draft:
-            kind = GREEDY if params.temperature == 0 else 0
-        self._kinds[request.request_id] = kind
+        if params is not None:
+            most = self.num_spec_tokens
+            drafts = request_options(params.extra_args).most_drafts(most)
+            if drafts:
+                kind = GREEDY if params.temperature == 0 else 0
+            if 0 < drafts < most:
+                self._limits[req_id] = drafts
+        self._kinds[req_id] = kind
         if len(self._kinds) > 2 * len(self.requests) + MAX_FINISHED:
-            self._kinds = {
-                req_id: self._kinds[req_id] for req_id in self.requests
+            self._kinds = {name: self._kinds[name] for name in self.requests}
+            self._limits = {
+                name: limit
+                for name, limit in self._limits.items()
+                if name in self.requests
             }
 
     # Scheduling -----------------------------------------------------------------------
@@ -163,21 +178,13 @@ class DraftingScheduler(CountingScheduler):
         tokens = scheduler_output.num_scheduled_tokens
         verified = scheduler_output.scheduled_spec_decode_tokens
         before = len(next(iter(verified.values()), ()))
-        decoding = list(tokens)
+        decoding: Collection[str] = tokens
         prompt = 0
         ahead = 0
         if scheduler_output.total_num_scheduled_tokens != len(tokens) * (
             1 + before
         ):
-            decoding = []
-            for req_id, scheduled in tokens.items():
-                left = self._prompt_left(req_id, scheduled)
-                if left:
-                    prompt += scheduled
-                    ahead += left
-                else:
-                    prompt += scheduled - 1 - len(verified.get(req_id, ()))
-                    decoding.append(req_id)
+            decoding, prompt, ahead = self._beside_prompts(scheduler_output)
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
@@ -195,48 +202,82 @@ class DraftingScheduler(CountingScheduler):
         scheduler_output.num_spec_tokens_to_schedule = step.drafted
         self.drafts = step.drafted
 
-    def _prompt_left(self, req_id: str, scheduled: int) -> int:
-        """Tokens of a request that are known and not computed after a step."""
-        request = self.requests[req_id]
-        known = request.num_tokens + request.num_output_placeholders
-        return max(known - request.num_computed_tokens - scheduled, 0)
+    def _beside_prompts(
+        self, scheduler_output: SchedulerOutput
+    ) -> tuple[list[str], int, int]:
+        """(Requests that decode after a step, its tokens of prompts, those to come)."""
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        decoding = []
+        prompt = 0
+        ahead = 0
+        for req_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            known = request.num_tokens + request.num_output_placeholders
+            left = known - request.num_computed_tokens - scheduled
+            if left > 0:
+                prompt += scheduled
+                ahead += left
+            else:
+                prompt += scheduled - 1 - len(verified.get(req_id, ()))
+                decoding.append(req_id)
+        return decoding, prompt, ahead
 
     def _chosen(
-        self, decoding: list[str], ahead: int, scheduler_output: SchedulerOutput
+        self,
+        decoding: Collection[str],
+        ahead: int,
+        scheduler_output: SchedulerOutput,
     ) -> int:
         requests = len(scheduler_output.num_scheduled_tokens)
         if self.max_requests is not None and requests > self.max_requests:
             self.report({BATCH_SIZE: 1})
             return 0
-        if self.policy is None:
+        policy = self.draft_policy
+        if policy is None:
             by_batch_size: int = scheduler_output.num_spec_tokens_to_schedule
             return self.num_spec_tokens if self.config.adaptive else by_batch_size
+        # Lookups alone wait for a match
+        waits = self.config.spec.looks_up_alone and (
+            self._matched != self._may_draft
+        )
+        if waits or not policy.holds(len(decoding), ahead):
+            self._choose_anew(policy, decoding, ahead)
+        if policy.exploring:
+            self.report({"exploration_steps": 1})
+        elif decoding and not policy.latest:
+            reason = COST if self._may_draft else NO_MATCH
+            suppressed = len(decoding) * self.num_spec_tokens
+            self.report({reason: 1, "suppressed_drafts": suppressed})
+        return policy.latest
+
+    def _choose_anew(
+        self, policy: DraftPolicy, decoding: Collection[str], ahead: int
+    ) -> None:
+        self._apply_matches()
         lowest = LOOKED_UP if self.config.spec.looks_up_alone else 0
-        drafting = [name for name in decoding if self._kinds[name] >= lowest]
-        before = self.policy.current
-        drafts = self.policy.choose(
+        kinds = self._kinds
+        drafting = [name for name in decoding if kinds[name] >= lowest]
+        self._may_draft = bool(drafting)
+        before = policy.current
+        policy.choose(
             len(decoding),
             ahead,
             drafting,
-            [self._kinds[name] for name in drafting],
+            [kinds[name] for name in drafting],
+            self._limits,
         )
-        if self.policy.current != before:
+        if policy.current != before:
             self._log_choice(len(decoding), before)
-        if decoding and not drafts:
-            reason = COST if drafting else NO_MATCH
-            suppressed = len(decoding) * self.num_spec_tokens
-            self.report({reason: 1, "suppressed_drafts": suppressed})
-        if self.policy.exploring:
-            self.report({"exploration_steps": 1})
-        return drafts
 
     def _log_choice(self, requests: int, before: int) -> None:
         now = time.monotonic()
         if now - self._last_log < LOG_SECONDS:
             return
         self._last_log = now
-        assert self.policy is not None and self.policy.best is not None
-        choice = self.policy.best
+        assert (
+            self.draft_policy is not None and self.draft_policy.best is not None
+        )
+        choice = self.draft_policy.best
         logger.info(
             "vllm-ppd: %d drafts in place of %d at %d requests: %.2f of the tokens in "
             "%.2f of the seconds of a step",
@@ -264,7 +305,10 @@ class DraftingScheduler(CountingScheduler):
         self._observe(step, seconds, scheduler_output, model_runner_output)
         matched = getattr(model_runner_output, MATCHED, None)
         if matched is not None:
-            self._follow_matches(model_runner_output.req_ids, matched)
+            self._matches = model_runner_output.req_ids, matched
+            self._matched = any(matched)
+            if self._matched:
+                self.report({"lookup_steps": 1})
         result = super().update_from_output(scheduler_output, model_runner_output)
         busy = self._in_flight or self.running or self.waiting
         self._last_output = now if busy else None
@@ -278,50 +322,73 @@ class DraftingScheduler(CountingScheduler):
         output: Any,
     ) -> None:
         """Learn from a step's seconds and verified drafts."""
-        index = output.req_id_to_index
-        sampled = output.sampled_token_ids
-        names = [
-            name
-            for name in scheduler_output.scheduled_spec_decode_tokens
-            if self._kinds.get(name, OPTED_OUT) != OPTED_OUT
-            and sampled[index[name]]
-        ]
-        emitted = [len(sampled[index[name]]) for name in names]
-        if self._watch is not None and step.verified:
-            self._watch.observe(
-                len(names), step.verified, sum(emitted) - len(names)
+        names: list[str] = []
+        kinds: list[int] = []
+        emitted: list[int] = []
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        policy = self.draft_policy
+        learns = policy is None or policy.learns(step)
+        if verified and learns:
+            names, kinds, emitted = self._accepted(verified, output)
+            if self._watch is not None and step.verified:
+                self._watch.observe(
+                    len(names), step.verified, sum(emitted) - len(names)
+                )
+        if policy is not None:
+            policy.observe(
+                step,
+                seconds,
+                names,
+                kinds,
+                emitted,
+                self._limits,
             )
-        if self.policy is not None:
-            kinds = [self._kinds[name] for name in names]
-            self.policy.observe(step, seconds, names, kinds, emitted)
             if seconds is not None and step.steady():
-                self._report_served(step, seconds, sum(map(len, sampled)))
+                self._report_served(step, seconds, output.sampled_token_ids)
 
-    def _report_served(self, step: Step, seconds: float, emitted: int) -> None:
+    def _accepted(
+        self, verified: Collection[str], output: Any
+    ) -> tuple[list[str], list[int], list[int]]:
+        """(Requests with verified drafts that may draft, their kinds when these were
+        made, tokens that they emitted).
+        """
+        self._apply_matches()
+        names = []
+        kinds = []
+        emitted = []
+        for name, tokens in zip(
+            output.req_ids, output.sampled_token_ids, strict=True
+        ):
+            kind = self._kinds.get(name, OPTED_OUT)
+            if kind != OPTED_OUT and tokens and name in verified:
+                names.append(name)
+                kinds.append(kind)
+                emitted.append(len(tokens))
+        return names, kinds, emitted
+
+    def _report_served(
+        self, step: Step, seconds: float, sampled: list[list[int]]
+    ) -> None:
         """Count a step of decoding alone, and its seconds if it had no drafts."""
-        tokens = emitted / step.requests
+        tokens = sum(map(len, sampled)) / step.requests
         steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
         counts = {steps: 1.0, durations: seconds, lengths: tokens}
         if step.drafted:
-            assert self.policy is not None
-            cost = self.policy.seconds.relative(
+            assert self.draft_policy is not None
+            cost = self.draft_policy.seconds.relative(
                 step.requests, 0, 0, step.drafted
             )[0]
             counts[WITHOUT_DRAFTS] = seconds * tokens / cost
         self.report(counts)
 
-    def _follow_matches(
-        self, req_ids: Iterable[str], matched: Iterable[int]
-    ) -> None:
-        """Note which requests had a match in their own text."""
-        found = False
-        for req_id, match in zip(req_ids, matched, strict=True):
-            kind = self._kinds.get(req_id, OPTED_OUT)
-            if kind != OPTED_OUT:
-                self._kinds[req_id] = kind % LOOKED_UP + LOOKED_UP * match
-                found = found or bool(match)
-        if found:
-            self.report({"lookup_steps": 1})
+    def _apply_matches(self) -> None:
+        """Note in the requests' kinds which had a match in their own text."""
+        kinds = self._kinds
+        for name, match in zip(*self._matches, strict=True):
+            kind = kinds.get(name, OPTED_OUT)
+            if kind != OPTED_OUT and match != kind // LOOKED_UP:
+                kinds[name] = kind % LOOKED_UP + LOOKED_UP * match
+        self._matches = [], []
 
 
 class SyncDraftingScheduler(DraftingScheduler):

@@ -277,7 +277,7 @@ class Speculator(DraftModelSpeculator):
             matched = looked_up.matched[:, None]
             torch.where(matched, looked_up.token_ids, token_ids, out=token_ids)
 
-        # Padding, row -1, may use none; others may use none or all.
+        # Padding, row -1, may use none.
         usable = self.options.on_device[rows, Setting.MAX_DRAFTS]
         invalid = drafts.token_ids < 0
         if drafts.counts is not None:
@@ -324,16 +324,16 @@ class Speculator(DraftModelSpeculator):
         """Which of the step's logits belong to drafts that their request must not use:
         [logits] bool; None: none.
 
-        Only requests that opted out must not use theirs. Drafts that the method does
-        not propose are verified, too, as vLLM schedules one number for a batch, and
-        accepted if they are right.
+        Only drafts beyond a request's own number are not to be used. Drafts that the
+        method does not propose are verified, too, as vLLM schedules one number for a
+        batch, and accepted if they are right.
         """
         if self.unverified is not None:
             return self.unverified.beyond(batch)
         settings = self.options.settings[batch.idx_mapping_np]
-        if settings[:, Setting.MAX_DRAFTS].all():
+        if (settings[:, Setting.MAX_DRAFTS] == self.num_speculative_steps).all():
             return None
         max_drafts = self.options.on_device[
             batch.expanded_idx_mapping, Setting.MAX_DRAFTS
         ]
-        return (max_drafts == 0) & (batch.expanded_local_pos > 0)
+        return batch.expanded_local_pos > max_drafts

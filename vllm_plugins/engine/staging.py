@@ -72,13 +72,11 @@ class RequestOptions:
         params = params or SamplingParams(temperature=0.0)
         options = request_options(params.extra_args)
         threshold = options.ppd_eps_b
-        drafting = options.ppd_draft and (
-            self.verified or not needs_single_tokens(params)
-        )
+        drafting = self.verified or not needs_single_tokens(params)
         greedy = params.temperature < GREEDY_BELOW
         limited = 0 < params.top_k < self.vocab_size
         self.settings[row] = (
-            self.num_drafts if drafting else 0,
+            options.most_drafts(self.num_drafts) if drafting else 0,
             0.0 if greedy else params.temperature,
             params.top_k if limited else self.vocab_size,
             params.top_p,

@@ -66,7 +66,7 @@ def costs_of_engine(
         if config.step_costs == "cached" and group.is_first_rank
         else None
     )
-    if cached is not None:
+    if cached is not None and cached.counts == counts:
         logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached))
         return cached
     started = time.perf_counter()

@@ -4,13 +4,14 @@ policy are the real ones, and arithmetic gives the seconds of each step.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from conftest import full_but
 from simulated import ENGINES, Fixed, Load, Result, probability, run, table_of
 
 from vllm_ppd.vllm_plugins.draft_length import measure
+from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
 
@@ -19,6 +20,15 @@ STEPS = 3000
 LEARNING = 256  # steps that are not judged
 MAX_REQUESTS = 512
 LENGTHS = (1.1, 1.3, 1.6, 2.2, 3.0)  # tokens of a request in a step with K drafts
+COUNTS = [
+    pytest.param(counts, id="-".join(map(str, counts)), marks=marks)
+    for counts, marks in (
+        ([0, K], []),
+        ([0, 1, K], pytest.mark.full),
+        ([0, 3, 7], pytest.mark.full),
+        ([0, 1, 3, 7], pytest.mark.full),
+    )
+]
 LOADS = (1, 4, 16, 32, 64, 96, 128, 192, 256, 512)
 
 
@@ -66,12 +76,11 @@ def served(
     name: str,
     loads: list[Load],
     length: float,
-    small: int | None = None,
+    counts: Sequence[int] = (0, K),
     skip: int = LEARNING,
 ) -> tuple[Result, float]:
     """(A run, the gain of the best number of drafts if that is always taken)."""
     engine = ENGINES[name]
-    counts = [0, K] if small is None else [0, small, K]
     accepts = probability(length, K)
     table = table_of(
         engine,
@@ -95,11 +104,11 @@ def served(
     return result, max(fixed)
 
 
-@pytest.mark.parametrize("small", full_but({None}, (None, 1)))
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("length", full_but({1.3, 2.2}, LENGTHS))
 @pytest.mark.parametrize("name", ENGINES)
 def test_never_slower_at_any_load(
-    name: str, length: float, small: int | None
+    name: str, length: float, counts: list[int]
 ) -> None:
     shares = []
     for requests in LOADS:
@@ -107,26 +116,26 @@ def test_never_slower_at_any_load(
             name,
             [Load(requests)] * 1000,
             length,
-            small,
+            counts,
         )
         assert result.gain >= 0.98, requests
         shares.append(result.gain / best)
     assert sum(shares) / len(shares) >= 0.97
 
 
-@pytest.mark.parametrize("small", full_but({None}, (None, 1)))
+@pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("length", full_but({1.1, 1.6}, LENGTHS))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("name", full_but({"70B"}, ENGINES))
 def test_never_slower_while_the_load_changes(
-    name: str, scenario: str, length: float, small: int | None
+    name: str, scenario: str, length: float, counts: list[int]
 ) -> None:
     loads = list(SCENARIOS[scenario]())
     result, best = served(
         name,
         loads,
         length,
-        small,
+        counts,
     )
     assert result.gain >= 0.98
     assert result.gain >= 0.97 * best
@@ -250,6 +259,22 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
         )
         == 0
     )
+
+
+def test_a_requests_own_number_bounds_its_expected_drafts() -> None:
+    acceptance = Acceptance(K, 1)
+    names = ["own", "all"]
+    limits = {"own": 1}
+    for _ in range(100):
+        acceptance.observe(names, [0, 0], K, [2, 1 + K], limits)
+        acceptance.learn()
+    # Second and third drafts of the first request count as neither right nor wrong.
+    assert min(acceptance.kinds[0].expected[K:]) > 2.8
+    one, *_, three = acceptance.per_request(["own"], [0], limits)[1:]
+    assert one == three
+    both = acceptance.per_request(names, [0, 0], limits)
+    every = acceptance.per_request(names, [0, 0], {})
+    assert both[1] == every[1] and both[K] < every[K] - 0.9
 
 
 def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:

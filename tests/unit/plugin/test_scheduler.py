@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler tells the policy of a step, and what it learns from its output."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,11 @@ def scheduler() -> Any:
             for name in names
         },
         _kinds=dict(zip(names, (GREEDY, 0, OPTED_OUT, 0), strict=True)),
+        _limits={"sampling": 1},
+        _may_draft=True,
+        _pending=defaultdict(float),
+        _matched=False,
+        _matches=([], []),
         _watch=None,
         log_stats=False,
         max_num_scheduled_tokens=2048,
@@ -71,11 +77,12 @@ def test_steps_are_described(
         seen.append(args)
         return K
 
-    monkeypatch.setattr(scheduler.policy, "choose", choose)
+    monkeypatch.setattr(scheduler.draft_policy, "choose", choose)
     decoding = dict.fromkeys(("greedy", "sampling", "out"), 1 + K)
     step = getattr(chosen(scheduler, decoding, dict.fromkeys(decoding, K)), STEP)
     assert step.steady() and step.requests == 3
-    assert seen[-1] == (3, 0, ["greedy", "sampling"], [GREEDY, 0])
+    limits = {"sampling": 1}
+    assert seen[-1] == (3, 0, ["greedy", "sampling"], [GREEDY, 0], limits)
     # Half of the prompt, and a request that has just become able to decode
     tokens = {"greedy": 1 + K, "sampling": 1, "prompt": 2000}
     step = getattr(chosen(scheduler, tokens, {"greedy": K}), STEP)
@@ -83,7 +90,9 @@ def test_steps_are_described(
     assert seen[-1][:2] == (2, 2048)
 
 
-def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
+def test_verified_drafts_and_matches_are_learnt(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["greedy", "sampling", "out"]
     tokens = dict.fromkeys(names, 1 + K)
     made = chosen(scheduler, tokens, dict.fromkeys(names, K))
@@ -92,23 +101,16 @@ def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
         req_id_to_index={name: place for place, name in enumerate(names)},
         sampled_token_ids=[[1, 2, 3, 4], [1], [1]],
     )
-    before = [kind.trials[0] for kind in scheduler.policy.acceptance.kinds]
-    scheduler._observe(
-        getattr(made, STEP),
-        0.5,
-        made,
-        output,
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        scheduler.draft_policy, "observe", lambda *args: seen.append(args)
     )
-    after = [kind.trials[0] for kind in scheduler.policy.acceptance.kinds]
-    assert [a > b for a, b in zip(after, before, strict=True)] == [
-        True,
-        True,
-        False,
-        False,
+    step = getattr(made, STEP)
+    scheduler._matches = names, [1, 0, 1]
+    scheduler._observe(step, 0.5, made, output)
+    kinds = [GREEDY + LOOKED_UP, 0]
+    limits = {"sampling": 1}
+    assert seen == [
+        (step, 0.5, ["greedy", "sampling"], kinds, [4, 1], limits),
     ]
-    scheduler._follow_matches(names, [1, 0, 1])
-    assert list(scheduler._kinds.values())[:3] == [
-        GREEDY + LOOKED_UP,
-        0,
-        OPTED_OUT,
-    ]
+    assert scheduler._kinds["out"] == OPTED_OUT

@@ -72,11 +72,11 @@ class GroupScheduler(CountingScheduler):
     def _room(self, request: Request) -> int:
         """Tokens that a request may emit beyond the first."""
         params: Any = request.sampling_params
-        drafting = request_options(params.extra_args).ppd_draft
-        if sees_each_token(params) or not drafting:
+        if sees_each_token(params):
             return 0
+        options = request_options(params.extra_args)
         left = request.max_tokens - request.num_output_tokens - 1
-        return max(0, min(self.placeholders, left))
+        return max(0, min(options.most_drafts(self.placeholders), left))
 
 
 def _needs_plain_steps(request: Request) -> bool:

@@ -21,6 +21,15 @@ def test_values() -> None:
         ("True", True),
     ):
         assert request_options({"ppd_draft": value}).ppd_draft is expected
+    for own, draft, most in (
+        (None, 1, 3),
+        (2, 1, 2),
+        (7, 1, 3),
+        (0, 1, 0),
+        (2, 0, 0),
+    ):
+        options = {"ppd_num_drafts": own, "ppd_draft": draft}
+        assert request_options(options).most_drafts(3) == most
     for threshold in (0, 1, 0.25):
         assert request_options({"ppd_eps_b": threshold}).ppd_eps_b == threshold
 
@@ -29,6 +38,7 @@ def test_values() -> None:
     ("key", "value"),
     [
         *(("ppd_draft", value) for value in ("maybe", 2, 0.5, [0], "x" * 10**6)),
+        *(("ppd_num_drafts", value) for value in (-1, 1.5, "2", True)),
         *(
             ("ppd_eps_b", value)
             for value in (True, "0.5", -0.1, float("nan"), 10**400)

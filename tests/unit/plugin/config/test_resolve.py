@@ -18,6 +18,7 @@ from vllm.v1.spec_decode.dynamic.utils import (
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 
@@ -83,7 +84,10 @@ def test_choice_of_drafts_is_a_schedule_of_vllm() -> None:
         assert validate_and_normalize_dynamic_sd_schedule(ranges) == ranges
         return ranges
 
-    assert {drafts for _, _, drafts in schedule()} == {0, 3}
+    for most, counts in ((3, {0, 3}), (7, {0, 3, 7})):
+        ranges = schedule(num_speculative_tokens=most)
+        assert {drafts for _, _, drafts in ranges} == counts
+        assert set(counts_of(most, "cuda")) == counts
     assert resolved({"method": "cp", "adaptive": False}).choice_of_drafts() == {}
     up_to_8, above = schedule(adaptive=False, disable_by_batch_size=8)
     assert up_to_8 == (1, 8, 3) and (above[0], above[2]) == (9, 0)

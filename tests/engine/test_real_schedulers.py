@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our schedulers over vLLM's own, without an engine."""
+
+from typing import Any
+
+import pytest
+import torch
+from configured import from_dict
+from conftest import Factory
+from vllm import SamplingParams
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
+
+pytestmark = pytest.mark.engine
+K = 3
+TOKENS = 60
+TABLE = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.3]])
+
+
+@pytest.fixture
+def scheduler(tiny_model: Factory) -> Factory:
+    """scheduler(rank, **settings): of one of two data-parallel engines that draft."""
+
+    def get(rank: int, **settings: Any) -> DraftingScheduler:
+        options = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
+        vllm_config = from_dict(
+            tiny_model(), options, enable_prefix_caching=False, **settings
+        )
+        vllm_config.cache_config.num_gpu_blocks = 64
+        vllm_config.parallel_config.data_parallel_size = 2
+        vllm_config.parallel_config.data_parallel_rank = rank
+        spec = FullAttentionSpec(
+            block_size=32, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        cache = KVCacheConfig(
+            num_blocks=64,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        )
+        made = vllm_config.scheduler_config.get_scheduler_cls()(
+            vllm_config=vllm_config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(vllm_config),
+            block_size=32,
+        )
+        made.follow(TABLE)
+        return made
+
+    return get
+
+
+def serve(scheduler: Scheduler, accepted: int) -> list[int]:
+    """The drafts that each step makes for a request, so many of which are accepted."""
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    scheduler.add_request(Request("one", [1, 2], params, None))
+    drafts = []
+    waiting: list[Any] = []
+    while scheduler.requests:
+        step = scheduler.schedule()
+        if step.num_scheduled_tokens:
+            drafts.append(step.num_spec_tokens_to_schedule)
+            waiting.append(step)
+        if len(waiting) > 1 or not step.num_scheduled_tokens:
+            step = waiting.pop(0)
+            verified = len(step.scheduled_spec_decode_tokens.get("one", ()))
+            tokens = [7] * (1 + min(verified, accepted))
+            scheduler.update_from_output(
+                step, ModelRunnerOutput(["one"], {"one": 0}, [tokens])
+            )
+    return drafts
+
+
+def test_data_parallel_engines_choose_each_for_itself(
+    scheduler: Factory,
+) -> None:
+    """The requests of one accept all drafts, those of the other none."""
+    good = scheduler(0)
+    poor = scheduler(1)
+    assert good.draft_policy is not poor.draft_policy
+    made = [serve(good, K), serve(poor, 0)]
+    assert made[0][-1] == K and made[1][-1] == 0
+    expected = [
+        max(kind.expected[K] for kind in engine.draft_policy.acceptance.kinds)
+        for engine in (good, poor)
+    ]
+    assert expected[0] > 2 > expected[1]
+    # As without the other engine
+    assert serve(scheduler(1), 0) == made[1]
+
+
+def test_vllms_scheduling_policy_is_kept(scheduler: Factory) -> None:
+    made = scheduler(0, scheduling_policy="priority")
+    assert made.policy == SchedulingPolicy.PRIORITY
