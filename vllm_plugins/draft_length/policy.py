@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of drafts of a step: the one with the most expected tokens a second.
+"""The plan of a step's drafts, their number k and their exit: the one with the most
+expected tokens a second.
 
-With S_k a request's expected accepted drafts (acceptance.py) and c_k the seconds of a
-step with k drafts over one without (seconds.py), k drafts gain (1 + S_k) / c_k. The
-policy takes the best k, and explores another for PROBE steps where its gain would be
-better at the upper bound of what is known. Each exploration narrows the bound, so
+With S a request's expected accepted drafts under a plan (acceptance.py) and c the seconds
+of a step with that plan over one without drafts (seconds.py), the plan gains (1 + S) / c.
+The policy takes the best plan, and explores another for PROBE steps where its gain would
+be better at the upper bound of what is known. Each exploration narrows the bound, so
 explorations end by themselves.
 """
 
@@ -12,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
 
-# Another number of drafts must gain this much more
+# Attribute that we add to a SchedulerOutput: its Step
+STEP = "vllm_ppd_step"
+# Another plan must gain this much more
 STARTS = 1.01
 # Standard deviations of the bounds
 SURE = 2.0
@@ -30,9 +33,9 @@ MAX_WAIT = 4096
 
 @dataclass(slots=True)
 class Choice:
-    """A number of drafts, beside the current one."""
+    """A plan, beside the current one."""
 
-    drafts: int
+    plan: Plan
     tokens: float  # of a request
     cost: float  # seconds of a step
     error: float  # relative standard deviation of the cost
@@ -54,7 +57,7 @@ class Choice:
 class Exploration:
     """When the policy may explore next."""
 
-    drafts: int = 0
+    plan: Plan = NO_DRAFTS
     left: int = 0  # steps of the current one
     ready: int = 0  # number of the step
     wait: int = WAIT
@@ -67,23 +70,23 @@ class Step:
     Attributes:
         requests: that decode.
         prompt_tokens: beside them.
-        verified: drafts of each request; None if requests differ.
-        drafted: drafts that each request makes.
+        verified: plan of the verified drafts; None if requests differ.
+        drafted: plan of the drafts that are made.
     """
 
     requests: int
     prompt_tokens: int
-    verified: int | None
-    drafted: int
+    verified: Plan | None
+    drafted: Plan
 
     def steady(self) -> bool:
-        """Whether the step decoded alone, and made as many drafts as it verified."""
+        """Whether the step decoded alone, and made drafts as it verified them."""
         alone = self.requests > 0 and not self.prompt_tokens
         return alone and self.verified == self.drafted
 
 
 class DraftPolicy:
-    """Chooses the number of drafts of each step.
+    """Chooses the plan of each step's drafts.
 
     Args:
         costs: measured at the start.
@@ -92,11 +95,11 @@ class DraftPolicy:
     """
 
     def __init__(self, costs: StepCosts, kinds: int, clock: bool = True) -> None:
-        self.counts = costs.counts
+        self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)
-        self.acceptance = Acceptance(costs.max_drafts, kinds)
+        self.acceptance = Acceptance(costs.max_drafts, kinds, costs.exits)
         self.exploration = Exploration()
-        self.current = costs.max_drafts
+        self.current = Plan(costs.max_drafts)
         self.best: Choice | None = None  # of the latest step
         self.exploring = False
         self._step = 0
@@ -121,7 +124,7 @@ class DraftPolicy:
             return
         if seconds is not None and step.steady():
             self.seconds.add(step.requests, step.drafted, seconds)
-        if step.verified and req_ids:
+        if step.verified.drafts and req_ids:
             self.acceptance.observe(req_ids, kinds, step.verified, emitted)
         else:
             self.acceptance.grow_old()
@@ -132,8 +135,8 @@ class DraftPolicy:
         prompt_tokens: int,
         req_ids: Sequence[str],
         kinds: Sequence[int],
-    ) -> int:
-        """The number of drafts after a step.
+    ) -> Plan:
+        """The plan of the drafts after a step.
 
         Args:
             requests: that decode in the next step.
@@ -143,19 +146,19 @@ class DraftPolicy:
         self._step += 1
         self.exploring = False
         if not req_ids:
-            return 0
+            return NO_DRAFTS
         exploration = self.exploration
         if exploration.left:
             exploration.left -= 1
             exploration.ready = self._step + exploration.wait
             self.exploring = True
-            return exploration.drafts
+            return exploration.plan
         self.acceptance.forget_others(req_ids)
         share = len(req_ids) / requests  # of the requests may draft
         others = self._others(requests, prompt_tokens, share, req_ids, kinds)
         self.best = max(others, key=Choice.gain)
         if self.best.gain() > STARTS:
-            self.current = self.best.drafts
+            self.current = self.best.plan
             exploration.wait = WAIT
         elif self._step >= exploration.ready and not self._step % CHECKED:
             return self._explored(requests, share, others, set(kinds))
@@ -169,36 +172,40 @@ class DraftPolicy:
         req_ids: Sequence[str],
         kinds: Sequence[int],
     ) -> list[Choice]:
-        """The numbers of drafts beside the current one."""
+        """The plans beside the current one."""
         accepted = self.acceptance.per_request(req_ids, kinds)
-        now = 1 + share * accepted[self.current]
+        now = 1 + share * accepted[self.current.exit][self.current.drafts]
         choices = []
-        for drafts in self.counts:
-            if drafts != self.current:
+        for plan in self.plans:
+            if plan != self.current:
                 cost, error = self.seconds.relative(
-                    requests, prompt_tokens, self.current, drafts
+                    requests, prompt_tokens, self.current, plan
                 )
-                tokens = 1 + share * accepted[drafts]
-                choices.append(Choice(drafts, tokens / now, cost, error))
+                tokens = 1 + share * accepted[plan.exit][plan.drafts]
+                choices.append(Choice(plan, tokens / now, cost, error))
         return choices
 
     def _explored(
         self, requests: int, share: float, others: list[Choice], kinds: set[int]
-    ) -> int:
-        """The current number of drafts, or another for the sake of what it shows."""
+    ) -> Plan:
+        """The current plan, or another for the sake of what it shows."""
+        others.sort(key=Choice.gain, reverse=True)
         # The table may be wrong, so each size of batch is compared once
-        opposite = 0 if self.current else self.counts[-1]
+        most = 0 if self.current.drafts else self.plans[-1].drafts
+        opposite = next(
+            choice.plan for choice in others if choice.plan.drafts == most
+        )
         if self.seconds.lacks(requests, self.current, opposite):
             return self._explore(opposite)
-        for choice in sorted(others, key=Choice.gain, reverse=True):
-            deviation = self.acceptance.deviation(kinds, choice.drafts)
+        for choice in others:
+            deviation = self.acceptance.deviation(kinds, choice.plan)
             if choice.highest(share * deviation) > STARTS:
-                return self._explore(choice.drafts)
+                return self._explore(choice.plan)
         return self.current
 
-    def _explore(self, drafts: int) -> int:
-        self.exploration.drafts = drafts
+    def _explore(self, plan: Plan) -> Plan:
+        self.exploration.plan = plan
         self.exploration.left = PROBE - 1
         self.exploration.wait = min(2 * self.exploration.wait, MAX_WAIT)
         self.exploring = True
-        return drafts
+        return plan

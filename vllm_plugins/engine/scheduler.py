@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with our choice of the number of drafts, and with our counters.
+"""vLLM's schedulers with our choice of the drafts, and with our counters.
 
-A step is chosen for when it is scheduled: it makes k drafts, which the next step
-verifies. What was chosen travels with the step as a Step, and its output tells how long
+A step is chosen for when it is scheduled: it makes k drafts at an exit, which the next
+step verifies. What was chosen travels with the step as a Step, and its output tells how long
 it took and what was accepted. Under asynchronous scheduling, the next step is scheduled
 before that output is there.
 """
@@ -21,8 +21,17 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    StepCosts,
+)
+from vllm_ppd.vllm_plugins.draft_length.policy import (
+    STEP,
+    DraftPolicy,
+    Step,
+)
 from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
@@ -40,8 +49,6 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# Attribute that we add to a SchedulerOutput
-STEP = "vllm_ppd_step"
 # Kinds of requests for their acceptance: sampling or greedy, and the same with a match
 # in their own text
 KINDS = 4
@@ -50,7 +57,7 @@ LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
 # Of a step without drafts, and of one with all
-GUESSED_SECONDS = [1.0, 1.2]
+GUESSED_SECONDS = 1.0, 1.2
 LOG_SECONDS = 10.0  # between lines about the choice
 
 
@@ -103,6 +110,7 @@ class DraftingScheduler(CountingScheduler):
         # None: always as many drafts as configured
         self.policy: DraftPolicy | None = None
         self.drafts = self.num_spec_tokens  # that the latest step makes
+        self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
@@ -120,7 +128,12 @@ class DraftingScheduler(CountingScheduler):
         """Choose by the seconds of steps from here on; None: not measured."""
         if table is None:
             counts = [0, self.num_spec_tokens]
-            table = CostTable(sizes=[1], counts=counts, seconds=[GUESSED_SECONDS])
+            plain, drafting = GUESSED_SECONDS
+            exits = self.config.num_exits
+            row = [plain, *[drafting] * exits]
+            table = CostTable(
+                sizes=[1], counts=counts, exits=exits, seconds=[row]
+            )
         executor = self.parallel_config.distributed_executor_backend
         # Every rank has a scheduler there, and their clocks differ.
         clock = (
@@ -181,10 +194,12 @@ class DraftingScheduler(CountingScheduler):
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
+        alike = len(verified) in (0, len(decoding))
+        exit = self.exit if before else 0
         step = Step(
             requests=len(decoding),
             prompt_tokens=prompt,
-            verified=before if len(verified) in (0, len(decoding)) else None,
+            verified=Plan(before, exit) if alike else None,
             drafted=self._chosen(
                 decoding,
                 min(ahead, self.max_num_scheduled_tokens),
@@ -192,8 +207,8 @@ class DraftingScheduler(CountingScheduler):
             ),
         )
         setattr(scheduler_output, STEP, step)
-        scheduler_output.num_spec_tokens_to_schedule = step.drafted
-        self.drafts = step.drafted
+        self.drafts, self.exit = step.drafted
+        scheduler_output.num_spec_tokens_to_schedule = self.drafts
 
     def _prompt_left(self, req_id: str, scheduled: int) -> int:
         """Tokens of a request that are known and not computed after a step."""
@@ -203,18 +218,20 @@ class DraftingScheduler(CountingScheduler):
 
     def _chosen(
         self, decoding: list[str], ahead: int, scheduler_output: SchedulerOutput
-    ) -> int:
+    ) -> Plan:
         requests = len(scheduler_output.num_scheduled_tokens)
         if self.max_requests is not None and requests > self.max_requests:
             self.report({BATCH_SIZE: 1})
-            return 0
+            return NO_DRAFTS
         if self.policy is None:
             by_batch_size: int = scheduler_output.num_spec_tokens_to_schedule
-            return self.num_spec_tokens if self.config.adaptive else by_batch_size
+            return Plan(
+                self.num_spec_tokens if self.config.adaptive else by_batch_size
+            )
         lowest = LOOKED_UP if self.config.spec.looks_up_alone else 0
         drafting = [name for name in decoding if self._kinds[name] >= lowest]
         before = self.policy.current
-        drafts = self.policy.choose(
+        plan = self.policy.choose(
             len(decoding),
             ahead,
             drafting,
@@ -222,15 +239,15 @@ class DraftingScheduler(CountingScheduler):
         )
         if self.policy.current != before:
             self._log_choice(len(decoding), before)
-        if decoding and not drafts:
+        if decoding and not plan.drafts:
             reason = COST if drafting else NO_MATCH
             suppressed = len(decoding) * self.num_spec_tokens
             self.report({reason: 1, "suppressed_drafts": suppressed})
         if self.policy.exploring:
             self.report({"exploration_steps": 1})
-        return drafts
+        return plan
 
-    def _log_choice(self, requests: int, before: int) -> None:
+    def _log_choice(self, requests: int, before: Plan) -> None:
         now = time.monotonic()
         if now - self._last_log < LOG_SECONDS:
             return
@@ -238,14 +255,20 @@ class DraftingScheduler(CountingScheduler):
         assert self.policy is not None and self.policy.best is not None
         choice = self.policy.best
         logger.info(
-            "vllm-ppd: %d drafts in place of %d at %d requests: %.2f of the tokens in "
-            "%.2f of the seconds of a step",
-            choice.drafts,
-            before,
+            "vllm-ppd: %s in place of %s at %d requests: %.2f of the tokens in %.2f of "
+            "the seconds of a step",
+            self._in_words(choice.plan),
+            self._in_words(before),
             requests,
             choice.tokens,
             choice.cost,
         )
+
+    def _in_words(self, plan: Plan) -> str:
+        drafts = f"{plan.drafts} drafts"
+        if self.config.num_exits == 1 or not plan.drafts:
+            return drafts
+        return f"{drafts} at layer {self.config.exits[plan.exit]}"
 
     # Outputs --------------------------------------------------------------------------
 
@@ -287,10 +310,9 @@ class DraftingScheduler(CountingScheduler):
             and sampled[index[name]]
         ]
         emitted = [len(sampled[index[name]]) for name in names]
-        if self._watch is not None and step.verified:
-            self._watch.observe(
-                len(names), step.verified, sum(emitted) - len(names)
-            )
+        verified = step.verified.drafts if step.verified is not None else 0
+        if self._watch is not None and verified:
+            self._watch.observe(len(names), verified, sum(emitted) - len(names))
         if self.policy is not None:
             kinds = [self._kinds[name] for name in names]
             self.policy.observe(step, seconds, names, kinds, emitted)
@@ -300,12 +322,13 @@ class DraftingScheduler(CountingScheduler):
     def _report_served(self, step: Step, seconds: float, emitted: int) -> None:
         """Count a step of decoding alone, and its seconds if it had no drafts."""
         tokens = emitted / step.requests
-        steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
+        drafts = step.drafted.drafts
+        steps, durations, lengths = SERVED if drafts else SERVED_PLAIN
         counts = {steps: 1.0, durations: seconds, lengths: tokens}
-        if step.drafted:
+        if drafts:
             assert self.policy is not None
             cost = self.policy.seconds.relative(
-                step.requests, 0, 0, step.drafted
+                step.requests, 0, NO_DRAFTS, step.drafted
             )[0]
             counts[WITHOUT_DRAFTS] = seconds * tokens / cost
         self.report(counts)

@@ -11,7 +11,12 @@ from conftest import full_but
 from simulated import ENGINES, Fixed, Load, Result, probability, run, table_of
 
 from vllm_ppd.vllm_plugins.draft_length import measure
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    StepCosts,
+)
 from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
 
 K = 3
@@ -80,14 +85,14 @@ def served(
         random.Random(1),
     )
     result = run(
-        engine, DraftPolicy(table, 1), loads, lambda _: accepts, skip=skip
+        engine, DraftPolicy(table, 1), loads, lambda *_: accepts, skip=skip
     )
     fixed = [
         run(
             engine,
-            Fixed(count),
+            Fixed(Plan(count)),
             loads,
-            lambda _: accepts,
+            lambda *_: accepts,
             skip=skip,
         ).gain
         for count in counts
@@ -158,7 +163,7 @@ def test_drafts_come_back_where_the_text_changes() -> None:
     good = probability(2.5, K)
     loads = [Load(16)] * 12000
     result = run(
-        engine, policy, loads, lambda step: poor if step < 2000 else good
+        engine, policy, loads, lambda step, _: poor if step < 2000 else good
     )
     assert not any(result.drafts[1900:2000])
     assert result.drafts[-500:].count(K) > 490
@@ -175,7 +180,7 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
             engine,
             policy,
             [Load(requests)] * 1500,
-            lambda _: accepts,
+            lambda *_: accepts,
         )
         assert result.drafts[-500:].count(drafts) > 450
 
@@ -201,7 +206,7 @@ def test_by_the_table_alone_no_clock_is_read() -> None:
             engine,
             policy,
             loads,
-            lambda _: accepts,
+            lambda *_: accepts,
             noise=noise,
         )
         chosen.append(result.drafts)
@@ -216,30 +221,27 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
             Step(
                 4,
                 0,
-                K,
-                K,
+                Plan(K),
+                Plan(K),
             ),
             None,
             ["a", "b"],
             [0, 1],
             [3, 3],
         )
-    assert (
-        policy.choose(
-            2,
-            0,
-            ["a", "b"],
-            [0, 1],
-        )
-        == K
-    )
+    assert policy.choose(
+        2,
+        0,
+        ["a", "b"],
+        [0, 1],
+    ) == Plan(K)
     for _ in range(64):
         drafts = policy.choose(
             40,
             0,
             ["a"],
             [0],
-        )
+        ).drafts
     assert drafts == 0
     assert (
         policy.choose(
@@ -248,7 +250,7 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
             [],
             [],
         )
-        == 0
+        == NO_DRAFTS
     )
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP
 from vllm_ppd.vllm_plugins.engine.scheduler import (
     GREEDY,
     LOOKED_UP,
     OPTED_OUT,
-    STEP,
     DraftingScheduler,
 )
 
@@ -25,7 +25,9 @@ def scheduler() -> Any:
     names = ("greedy", "sampling", "out", "prompt")
     vars(made).update(
         config=SimpleNamespace(
-            adaptive=True, spec=SimpleNamespace(looks_up_alone=False)
+            adaptive=True,
+            num_exits=1,
+            spec=SimpleNamespace(looks_up_alone=False),
         ),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
         requests={
@@ -38,6 +40,7 @@ def scheduler() -> Any:
         },
         _kinds=dict(zip(names, (GREEDY, 0, OPTED_OUT, 0), strict=True)),
         _watch=None,
+        exit=0,
         log_stats=False,
         max_num_scheduled_tokens=2048,
         max_requests=None,
@@ -67,9 +70,9 @@ def test_steps_are_described(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def choose(*args: Any) -> int:
+    def choose(*args: Any) -> Plan:
         seen.append(args)
-        return K
+        return Plan(K)
 
     monkeypatch.setattr(scheduler.policy, "choose", choose)
     decoding = dict.fromkeys(("greedy", "sampling", "out"), 1 + K)
@@ -92,14 +95,14 @@ def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
         req_id_to_index={name: place for place, name in enumerate(names)},
         sampled_token_ids=[[1, 2, 3, 4], [1], [1]],
     )
-    before = [kind.trials[0] for kind in scheduler.policy.acceptance.kinds]
+    before = [kind.trials[0] for kind in scheduler.policy.acceptance.exits[0]]
     scheduler._observe(
         getattr(made, STEP),
         0.5,
         made,
         output,
     )
-    after = [kind.trials[0] for kind in scheduler.policy.acceptance.kinds]
+    after = [kind.trials[0] for kind in scheduler.policy.acceptance.exits[0]]
     assert [a > b for a, b in zip(after, before, strict=True)] == [
         True,
         True,
