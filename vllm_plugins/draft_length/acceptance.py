@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts the target accepts: decayed means per exit and kind of request, and
-per request.
+"""How many drafts the target accepts: decayed means per kind of request, and per request.
 
 A kind holds p_i, the probability that draft i is accepted if those before it were. The
 first k drafts then yield S_k = p_1 + p_1 p_2 + ... + p_1 ... p_k tokens. A request has a
-factor on it, at any exit: its own accepted drafts over those that its kind expects.
+factor on it: its own accepted drafts over those that its kind expects.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-
-from vllm_ppd.vllm_plugins.draft_length.costs import Plan
 
 # Drafts of each position that a kind remembers
 MEMORY = 512.0
@@ -90,36 +87,29 @@ class Acceptance:
     Args:
         max_drafts: K.
         kinds: number of kinds.
-        exits: number of exit layers.
     """
 
-    def __init__(self, max_drafts: int, kinds: int, exits: int = 1) -> None:
-        # [exits][kinds]
-        self.exits = [
-            [KindAcceptance(max_drafts) for _ in range(kinds)]
-            for _ in range(exits)
-        ]
+    def __init__(self, max_drafts: int, kinds: int) -> None:
+        self.kinds = [KindAcceptance(max_drafts) for _ in range(kinds)]
         # request -> [accepted drafts, drafts that its kind expected]
         self._requests: dict[str, list[float]] = {}
-        self._ages = [0] * exits  # steps since drafts of each exit were verified
+        self._age = 0  # steps since drafts were verified
 
     def observe(
         self,
         req_ids: Sequence[str],
         kinds: Sequence[int],
-        plan: Plan,
+        drafts: int,
         emitted: Sequence[int],
     ) -> None:
         """Count a step.
 
         Args:
             req_ids, kinds: of the requests with verified drafts.
-            plan: of these drafts.
+            drafts: of each request.
             emitted: tokens of each.
         """
-        self.grow_old()
-        self._ages[plan.exit] = 0
-        of_kinds = self.exits[plan.exit]
+        self._age = 0
         counts: dict[int, Counter[int]] = {}
         pairs = Counter(zip(kinds, emitted, strict=True))
         for (kind, tokens), requests in pairs.items():
@@ -129,13 +119,13 @@ class Acceptance:
             for req_id, kind, tokens in zip(req_ids, kinds, emitted, strict=True):
                 state = self._requests.setdefault(req_id, [0.0, 0.0])
                 state[0] = state[0] * kept + tokens - 1
-                state[1] = state[1] * kept + of_kinds[kind].expected[plan.drafts]
+                state[1] = state[1] * kept + self.kinds[kind].expected[drafts]
         for kind, accepted in counts.items():
-            of_kinds[kind].count(plan.drafts, accepted)
+            self.kinds[kind].count(drafts, accepted)
 
     def grow_old(self) -> None:
-        """Note a step."""
-        self._ages = [age + 1 for age in self._ages]
+        """Note a step without verified drafts."""
+        self._age += 1
 
     def forget_others(self, req_ids: Collection[str]) -> None:
         """Forget all requests but these, once there are many others."""
@@ -148,11 +138,9 @@ class Acceptance:
 
     def per_request(
         self, req_ids: Sequence[str], kinds: Sequence[int]
-    ) -> list[list[float]]:
-        """Mean accepted drafts a request of a batch, by exit and number of drafts:
-        [exits][1 + K].
-        """
-        shares = [0.0] * len(self.exits[0])
+    ) -> list[float]:
+        """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
+        shares = [0.0] * len(self.kinds)
         if len(req_ids) <= MAX_FOLLOWED:
             for req_id, kind in zip(req_ids, kinds, strict=True):
                 accepted, expected = self._requests.get(req_id, (0.0, 0.0))
@@ -161,18 +149,15 @@ class Acceptance:
         else:
             for kind, requests in Counter(kinds).items():
                 shares[kind] = requests / len(req_ids)
-        accepted = []
-        for of_kinds in self.exits:
-            by_drafts = zip(*(kind.expected for kind in of_kinds), strict=True)
-            means = [
-                min(sum(map(float.__mul__, shares, expected)), float(drafts))
-                for drafts, expected in enumerate(by_drafts)
-            ]
-            accepted.append(means)
-        return accepted
+        return [
+            min(sum(map(float.__mul__, shares, expected)), float(drafts))
+            for drafts, expected in enumerate(
+                zip(*(kind.expected for kind in self.kinds), strict=True)
+            )
+        ]
 
-    def deviation(self, kinds: Collection[int], plan: Plan) -> float:
+    def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""
-        of_kinds = self.exits[plan.exit]
-        age = self._ages[plan.exit]
-        return max(of_kinds[kind].deviation(plan.drafts, age) for kind in kinds)
+        return max(
+            self.kinds[kind].deviation(drafts, self._age) for kind in kinds
+        )

@@ -55,10 +55,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Exploration:
-    """When the policy may explore next."""
+    """When a plan may be explored next."""
 
-    plan: Plan = NO_DRAFTS
-    left: int = 0  # steps of the current one
     ready: int = 0  # number of the step
     wait: int = WAIT
 
@@ -97,8 +95,13 @@ class DraftPolicy:
     def __init__(self, costs: StepCosts, kinds: int, clock: bool = True) -> None:
         self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)
-        self.acceptance = Acceptance(costs.max_drafts, kinds, costs.exits)
-        self.exploration = Exploration()
+        # By exit, as nothing is known of one from another's drafts
+        self.acceptance = [
+            Acceptance(costs.max_drafts, kinds) for _ in range(costs.exits)
+        ]
+        self.explorations = {plan: Exploration() for plan in self.plans}
+        self._explored = NO_DRAFTS
+        self._left = 0  # steps of the current exploration
         self.current = Plan(costs.max_drafts)
         self.best: Choice | None = None  # of the latest step
         self.exploring = False
@@ -124,10 +127,12 @@ class DraftPolicy:
             return
         if seconds is not None and step.steady():
             self.seconds.add(step.requests, step.drafted, seconds)
-        if step.verified.drafts and req_ids:
-            self.acceptance.observe(req_ids, kinds, step.verified, emitted)
-        else:
-            self.acceptance.grow_old()
+        drafts, exit = step.verified
+        for number, acceptance in enumerate(self.acceptance):
+            if drafts and req_ids and number == exit:
+                acceptance.observe(req_ids, kinds, drafts, emitted)
+            else:
+                acceptance.grow_old()
 
     def choose(
         self,
@@ -147,21 +152,21 @@ class DraftPolicy:
         self.exploring = False
         if not req_ids:
             return NO_DRAFTS
-        exploration = self.exploration
-        if exploration.left:
-            exploration.left -= 1
-            exploration.ready = self._step + exploration.wait
+        if self._left:
+            self._left -= 1
             self.exploring = True
-            return exploration.plan
-        self.acceptance.forget_others(req_ids)
+            return self._explored
+        for acceptance in self.acceptance:
+            acceptance.forget_others(req_ids)
         share = len(req_ids) / requests  # of the requests may draft
         others = self._others(requests, prompt_tokens, share, req_ids, kinds)
         self.best = max(others, key=Choice.gain)
         if self.best.gain() > STARTS:
             self.current = self.best.plan
-            exploration.wait = WAIT
-        elif self._step >= exploration.ready and not self._step % CHECKED:
-            return self._explored(requests, share, others, set(kinds))
+            for exploration in self.explorations.values():
+                exploration.wait = WAIT
+        elif not self._step % CHECKED:
+            return self._explore(requests, share, others, set(kinds))
         return self.current
 
     def _others(
@@ -173,7 +178,10 @@ class DraftPolicy:
         kinds: Sequence[int],
     ) -> list[Choice]:
         """The plans beside the current one."""
-        accepted = self.acceptance.per_request(req_ids, kinds)
+        accepted = [
+            acceptance.per_request(req_ids, kinds)
+            for acceptance in self.acceptance
+        ]
         now = 1 + share * accepted[self.current.exit][self.current.drafts]
         choices = []
         for plan in self.plans:
@@ -185,27 +193,33 @@ class DraftPolicy:
                 choices.append(Choice(plan, tokens / now, cost, error))
         return choices
 
-    def _explored(
+    def _explore(
         self, requests: int, share: float, others: list[Choice], kinds: set[int]
     ) -> Plan:
         """The current plan, or another for the sake of what it shows."""
-        others.sort(key=Choice.gain, reverse=True)
-        # The table may be wrong, so each size of batch is compared once
         most = 0 if self.current.drafts else self.plans[-1].drafts
-        opposite = next(
-            choice.plan for choice in others if choice.plan.drafts == most
-        )
-        if self.seconds.lacks(requests, self.current, opposite):
-            return self._explore(opposite)
-        for choice in others:
-            deviation = self.acceptance.deviation(kinds, choice.plan)
-            if choice.highest(share * deviation) > STARTS:
-                return self._explore(choice.plan)
-        return self.current
-
-    def _explore(self, plan: Plan) -> Plan:
-        self.exploration.plan = plan
-        self.exploration.left = PROBE - 1
-        self.exploration.wait = min(2 * self.exploration.wait, MAX_WAIT)
-        self.exploring = True
-        return plan
+        best = self.current
+        highest = STARTS
+        for choice in sorted(others, key=Choice.gain, reverse=True):
+            drafts, exit = choice.plan
+            if self._step < self.explorations[choice.plan].ready:
+                continue
+            # The table may be wrong, so each size of batch is compared once
+            if drafts == most and self.seconds.lacks(
+                requests, self.current, choice.plan
+            ):
+                best = choice.plan
+                break
+            deviation = self.acceptance[exit].deviation(kinds, drafts)
+            bound = choice.highest(share * deviation)
+            if bound > highest:
+                highest = bound
+                best = choice.plan
+        if best != self.current:
+            exploration = self.explorations[best]
+            exploration.wait = min(2 * exploration.wait, MAX_WAIT)
+            exploration.ready = self._step + PROBE + exploration.wait
+            self._explored = best
+            self._left = PROBE - 1
+            self.exploring = True
+        return best

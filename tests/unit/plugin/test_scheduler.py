@@ -95,14 +95,14 @@ def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
         req_id_to_index={name: place for place, name in enumerate(names)},
         sampled_token_ids=[[1, 2, 3, 4], [1], [1]],
     )
-    before = [kind.trials[0] for kind in scheduler.policy.acceptance.exits[0]]
+    before = [kind.trials[0] for kind in scheduler.policy.acceptance[0].kinds]
     scheduler._observe(
         getattr(made, STEP),
         0.5,
         made,
         output,
     )
-    after = [kind.trials[0] for kind in scheduler.policy.acceptance.exits[0]]
+    after = [kind.trials[0] for kind in scheduler.policy.acceptance[0].kinds]
     assert [a > b for a, b in zip(after, before, strict=True)] == [
         True,
         True,
