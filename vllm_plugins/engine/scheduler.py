@@ -2,8 +2,8 @@
 """vLLM's schedulers with our choice of the drafts, and with our counters.
 
 A step is chosen for when it is scheduled: it makes k drafts at an exit, which the next
-step verifies. What was chosen travels with the step as a Step, and its output tells how long
-it took and what was accepted. Under asynchronous scheduling, the next step is scheduled
+step verifies. What was chosen travels with the step as a Step, and its output tells how
+long it took and what was accepted. Under asynchronous scheduling, the next step is scheduled
 before that output is there.
 """
 
@@ -56,8 +56,7 @@ GREEDY = 1
 LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
-# Of a step without drafts, and of one with all
-GUESSED_SECONDS = 1.0, 1.2
+GUESSED_COST = 1.2  # of a step with all drafts, over one without
 LOG_SECONDS = 10.0  # between lines about the choice
 
 
@@ -128,9 +127,8 @@ class DraftingScheduler(CountingScheduler):
         """Choose by the seconds of steps from here on; None: not measured."""
         if table is None:
             counts = [0, self.num_spec_tokens]
-            plain, drafting = GUESSED_SECONDS
             exits = self.config.num_exits
-            row = [plain, *[drafting] * exits]
+            row = [1.0, *[GUESSED_COST] * exits]
             table = CostTable(
                 sizes=[1], counts=counts, exits=exits, seconds=[row]
             )

@@ -3,12 +3,22 @@
 policy are the real ones, and arithmetic gives the seconds of each step.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable
 
 import pytest
 from conftest import full_but
-from simulated import ENGINES, Fixed, Load, Result, probability, run, table_of
+from simulated import (
+    ENGINES,
+    Fixed,
+    Load,
+    Result,
+    Roofline,
+    probability,
+    run,
+    table_of,
+)
 
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import (
@@ -258,3 +268,59 @@ def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:
     assert measure.sizes_to_measure(512, 3) == [512, 128, 1, 16, 64, 256]
     assert measure.sizes_to_measure(1, 3) == [1]
     assert measure.sizes_to_measure(20, 5) == [20, 1, 16]
+
+
+def with_exits(*shares: float) -> Roofline:
+    """An engine with early exits behind shares of its layers."""
+    engine = ENGINES["70B"]
+    exits = tuple(share * engine.weights for share in shares)
+    return dataclasses.replace(engine, drafting=2e-4, exits=exits)
+
+
+@pytest.mark.parametrize(
+    ("shares", "lengths", "best"),
+    [
+        ((1 / 8, 1 / 4, 1 / 2), (1.2, 2.0, 2.5), Plan(K, 1)),
+        ((1 / 8, 1 / 2), (1.1, 2.5), Plan(K, 1)),
+        ((1 / 8, 1 / 2), (2.0, 2.4), Plan(K, 0)),
+        ((1 / 8, 1 / 2), (1.05, 1.1), NO_DRAFTS),
+    ],
+)
+@pytest.mark.parametrize("requests", [4, 16])
+def test_the_best_exit_is_found(
+    requests: int,
+    shares: tuple[float, ...],
+    lengths: tuple[float, ...],
+    best: Plan,
+) -> None:
+    """By acceptance and seconds of each, and poor ones cost little on the way."""
+    engine = with_exits(*shares)
+    rates = [probability(length, K) for length in lengths]
+    table = table_of(engine, [0, K], 64, random.Random(1))
+    result, fixed = (
+        run(
+            engine,
+            policy,
+            [Load(requests)] * 4000,
+            lambda _, exit: rates[exit],
+            skip=2000,
+        )
+        for policy in (DraftPolicy(table, 1), Fixed(best))
+    )
+    assert result.gain >= 0.98 * fixed.gain >= 0.98
+    assert result.plans.count(best) >= 0.9 * len(result.plans)
+
+
+def test_the_exit_follows_the_text() -> None:
+    engine = with_exits(1 / 8, 1 / 4)
+    policy = DraftPolicy(table_of(engine, [0, K], 16, None), 1)
+    rates = [probability(length, K) for length in (1.3, 2.2)]
+    result = run(
+        engine,
+        policy,
+        [Load(16)] * 6000,
+        lambda step, exit: rates[exit if step < 2000 else 0],
+    )
+    assert result.plans[1500:2000].count(Plan(K, 1)) > 450
+    # The deeper exit no longer pays
+    assert Plan(K, 1) not in result.plans[-200:]

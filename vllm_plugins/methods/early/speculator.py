@@ -132,46 +132,37 @@ class DeferredKVSpeculator(Speculator):
         """Capture the drafts, and the deep pass for the shapes of vLLM's own graphs of
         the whole model, in whose place it then runs.
 
-        The first exit always has graphs. Others have graphs while memory is left for as
-        many as the first one's.
+        The first exit always has graphs. Others have theirs while twice the memory that
+        the first one's took is left.
         """
+        graphs = self.deep_graphs
+        if graphs is not None and not graphs.needs_capture():
+            graphs = None
         before = free_memory()
         needed = 0
         for exit, layer in enumerate(self.cut.exit_layers):
-            if exit and free_memory() < needed:
+            if free_memory() < 2 * needed:
                 logger.warning(
-                    "vllm-ppd: no memory is left for CUDA graphs of exit layers from "
-                    "%d on: drafts there are made without; lower "
-                    "--gpu-memory-utilization or --max-num-seqs to have them",
+                    "vllm-ppd: too little memory is left for CUDA graphs of exit layer "
+                    "%d: it drafts without; lower --gpu-memory-utilization or "
+                    "--max-num-seqs, or leave the layer out",
                     layer,
                 )
                 break
             self.cut.exit = exit
             self.deferred.exit = exit
             super().capture()
-            self._capture_deep()
-            if not exit:
-                needed = before - free_memory()
+            if graphs is not None:
+                self._capture_deep(graphs)
+            needed = needed or before - free_memory()
         self.cut.exit = 0
         self.deferred.exit = 0
-        graphs = self.deep_graphs
-        if graphs is None or not graphs.needs_capture():
-            return
-        stock = self.runner.cudagraph_manager.run_fullgraph
+        if graphs is not None:
+            self._replay_deep(graphs)
 
-        def run_fullgraph(desc: Any) -> Any:
-            if self.deferred.mode == "deep" and desc in graphs.graphs:
-                return graphs.run_fullgraph(desc)
-            return stock(desc)  # a full forward is right for every step
-
-        self.runner.cudagraph_manager.run_fullgraph = run_fullgraph
-
-    def _capture_deep(self) -> None:
+    def _capture_deep(self, graphs: ModelCudaGraphManager) -> None:
         """Capture the deep pass behind the current exit."""
         runner = self.runner
-        graphs = self.deep_graphs
-        if graphs is None or not graphs.needs_capture():
-            return
         self.deferred.mode = "deep"
         self.deferred.state_rows.zero_()
         try:
@@ -187,6 +178,17 @@ class DeferredKVSpeculator(Speculator):
             )
         finally:
             self.deferred.end_step()
+
+    def _replay_deep(self, graphs: ModelCudaGraphManager) -> None:
+        """Have deep steps replay their graphs in place of the whole model's."""
+        stock = self.runner.cudagraph_manager.run_fullgraph
+
+        def run_fullgraph(desc: Any) -> Any:
+            if self.deferred.mode == "deep" and desc in graphs.graphs:
+                return graphs.run_fullgraph(desc)
+            return stock(desc)  # a full forward is right for every step
+
+        self.runner.cudagraph_manager.run_fullgraph = run_fullgraph
 
     def prepare_capture(
         self,
