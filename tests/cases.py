@@ -279,6 +279,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 7,
         "draft_sample_method": "greedy",
     },
+    "exits": {"method": "ppd", "exit_layer": [2, 4], "adaptive": True},
     "cut-off": {"method": "ppd", "exit_layer": 3, "disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 from vllm_ppd.vllm_plugins.draft_length import measure
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
 
 
@@ -24,18 +24,21 @@ class Roofline:
     kv_token: float  # seconds to read a token of the KV cache
     fixed: float
     drafting: float  # seconds to make the drafts of a step
+    exits: tuple[float, ...] = (0.0,)  # seconds of a pass to each exit
 
     def seconds(
         self,
         requests: int,
         prompt: int,
         verified: int,
-        drafted: int,
+        drafted: Plan,
         context: int,
     ) -> float:
         tokens = requests * (1 + verified) + prompt
         memory = self.weights + requests * context * self.kv_token
-        drafting = self.drafting if drafted else 0.0
+        drafting = drafted.drafts * self.exits[drafted.exit]
+        if drafted.drafts:
+            drafting += self.drafting
         return max(memory, tokens * self.token) + self.fixed + drafting
 
 
@@ -103,7 +106,11 @@ class Result:
     seconds: float = 0.0
     alone: float = 0.0
     explored: int = 0
-    drafts: list[int] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+
+    @property
+    def drafts(self) -> list[int]:
+        return [plan.drafts for plan in self.plans]
 
     @property
     def gain(self) -> float:
@@ -119,14 +126,14 @@ def table_of(
     """The table that an engine measures at its start."""
     clock = [0.0]
 
-    def time_steps(requests: int, measured: Sequence[int]) -> list[float]:
+    def time_steps(requests: int, plans: Sequence[Plan]) -> list[float]:
         seconds = []
-        for count in measured:
+        for plan in plans:
             step = engine.seconds(
                 requests,
                 0,
-                count,
-                count,
+                plan.drafts,
+                plan,
                 10,
             )
             if noise is not None:
@@ -144,6 +151,7 @@ def table_of(
                 largest,
                 list(counts),
                 lambda x: x,
+                len(engine.exits),
             )
         )
     finally:
@@ -163,19 +171,19 @@ def probability(length: float, drafts: int) -> float:
 
 
 class Fixed:
-    """A policy with one number of drafts."""
+    """A policy with one plan."""
 
     exploring = False
 
-    def __init__(self, drafts: int) -> None:
-        self.latest = drafts
+    def __init__(self, plan: Plan) -> None:
+        self.latest = plan
 
     def holds(self, *_: object) -> bool:
         return True
 
     learns = holds
 
-    def choose(self, *_: object) -> int:
+    def choose(self, *_: object) -> Plan:
         return self.latest
 
     def observe(self, *_: object) -> None:
@@ -186,7 +194,7 @@ def run(
     engine: Roofline,
     policy: DraftPolicy | Fixed,
     loads: Iterable[Load],
-    accepts: Callable[[int], float],
+    accepts: Callable[[int, int], float],
     seed: int = 0,
     noise: float = 0.1,
     skip: int = 0,
@@ -194,13 +202,14 @@ def run(
     """Serve loads, a step each.
 
     Args:
-        accepts: number of the step -> probability that a draft is accepted.
+        accepts: (number of the step, exit of its drafts) -> probability that a draft is
+            accepted.
         noise: standard deviation of a step's seconds.
         skip: steps that are not measured.
     """
     rng = random.Random(seed)
     result = Result()
-    made = 0
+    made = NO_DRAFTS
     pending: tuple = ()
     for number, load in enumerate(loads):
         names = [str(i) for i in range(load.requests)]
@@ -223,15 +232,15 @@ def run(
             pending
         ):  # the output of the step before arrives after this one is scheduled
             policy.observe(*pending)
-        p = accepts(number)
+        p = accepts(number, made.exit)
         emitted = []
         for _ in names:
             accepted = 0
-            while accepted < made and rng.random() < p:
+            while accepted < made.drafts and rng.random() < p:
                 accepted += 1
             emitted.append(1 + accepted)
         exact = engine.seconds(
-            load.requests, load.prompt, made, drafted, load.context
+            load.requests, load.prompt, made.drafts, drafted, load.context
         )
         seconds = exact * max(rng.gauss(1.0, noise), 0.5)
         served = None if load.idle else seconds
@@ -245,7 +254,7 @@ def run(
             load.requests,
             0,
             0,
-            0,
+            NO_DRAFTS,
             load.context,
         )
         prompt = (
@@ -253,7 +262,7 @@ def run(
                 load.requests,
                 load.prompt,
                 0,
-                0,
+                NO_DRAFTS,
                 load.context,
             )
             - plain
@@ -261,5 +270,5 @@ def run(
         result.seconds += exact
         result.alone += plain * sum(emitted) / load.requests + prompt
         result.explored += policy.exploring
-        result.drafts.append(drafted)
+        result.plans.append(drafted)
     return result

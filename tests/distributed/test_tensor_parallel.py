@@ -58,10 +58,12 @@ def test_two_ranks(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "lookup", [{}, {"prompt_lookup_min": 1}], ids=["", "lookup"]
+    "given",
+    [{}, {"prompt_lookup_min": 1}, {"exit_layer": [3, 5]}],
+    ids=["", "lookup", "exits"],
 )
 def test_two_ranks_adaptive(
-    two_ranks: Factory, alone: Factory, lookup: dict[str, Any]
+    two_ranks: Factory, alone: Factory, given: dict[str, Any]
 ) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ("batch_16", "more_than_fit", "arrivals_and_aborts")
@@ -70,7 +72,7 @@ def test_two_ranks_adaptive(
         "exit_layer": 5,
         "adaptive": True,
         "step_costs": "measure",
-        **lookup,
+        **given,
     }
     # vLLM imports the extension in each rank
     said, counts = two_ranks(

@@ -118,7 +118,7 @@ class Replayed:
     def __init__(self, speculator: Any) -> None:
         self.speculator = speculator
         self.replays = 0
-        self.recorded: dict[int, Recording] = {}
+        self.graphs: dict[BatchExecutionDescriptor, Recording] = {}
 
     def dispatch(self, num_reqs: int, *_: Any) -> BatchExecutionDescriptor:
         size = next(size for size in SIZES if size >= num_reqs)
@@ -129,7 +129,7 @@ class Replayed:
         )
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
-        self.recorded[desc.num_tokens].replay()
+        self.graphs[desc].replay()
         self.replays += 1
 
     def capture(self) -> None:
@@ -137,16 +137,17 @@ class Replayed:
         nobody's.
         """
         for size in SIZES:
+            desc = self.dispatch(size)
             work = self.speculator.prepare_capture(
                 False,
-                self.dispatch(size),
+                desc,
                 warmup=False,
             )
             recording = Recording()
             launches = launches_apart(recording.calls.append)
             with torch.inference_mode(), launches, recording:
                 work(CUDAGraphMode.FULL)
-            self.recorded[size] = recording
+            self.graphs[desc] = recording
 
 
 def call_attention_directly(model: torch.nn.Module) -> None:

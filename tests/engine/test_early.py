@@ -1,16 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early drafting: which steps take saved states, and what they save."""
 
+import itertools
+import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, drafter_of, runner_of
+from conftest import Factory, counting, drafter_of, full_but, runner_of
 from methods import METHODS
+from replayed import Replayed, call_attention_directly
+
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    Plan,
+    plans_of,
+)
+from vllm_ppd.vllm_plugins.draft_length.policy import Step
+from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS, time_steps
+from vllm_ppd.vllm_plugins.methods.early.speculator import GraphsByExit
 
 pytestmark = pytest.mark.engine
 EARLY = METHODS["early"]
+EXITS = {"method": "ppd", "exit_layer": [3, 5], "adaptive": "table"}
 
 
 @pytest.fixture
@@ -100,3 +115,105 @@ def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:
             assert generate(llm, requests, greedy(16)) == expected
         accepted.append(seen["accepted"])
     assert accepted[0] == accepted[1] > 0
+
+
+@pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
+def test_the_exit_may_change_with_each_step(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """KV is completed behind the exit of the step before, and drafts of each exit are
+    accepted.
+    """
+    llm = engine(EXITS, async_scheduling=asynchronous)
+    speculator = drafter_of(llm)
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    rng = random.Random(0)
+    plans = [NO_DRAFTS, *2 * plans_of([0, 1, 3], 2)]
+    seen = set()
+    accepted = Counter[Plan]()
+    begin = speculator.begin_step
+    learn = policy.observe
+
+    def choose(
+        requests: int, ahead: int, req_ids: Sequence[str], kinds: Sequence[int]
+    ) -> Plan:
+        return rng.choice(plans) if req_ids else NO_DRAFTS
+
+    def begin_step(batch: Any) -> None:
+        begin(batch)
+        deferred = speculator.deferred
+        seen.add((deferred.mode, deferred.exit, speculator.cut.exit))
+
+    def observe(
+        step: Step,
+        seconds: float | None,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+        emitted: Sequence[int],
+    ) -> None:
+        learn(step, seconds, req_ids, kinds, emitted)
+        if step.verified is not None:
+            accepted[step.verified] += sum(emitted) - len(emitted)
+
+    monkeypatch.setattr(policy, "choose", choose)
+    monkeypatch.setattr(policy, "observe", observe)
+    monkeypatch.setattr(speculator, "begin_step", begin_step)
+    requests = prompts(12, 110)
+    params = [greedy(max_tokens=10 + 7 * i) for i in range(12)]
+    assert generate(llm, requests, params) == generate(engine(), requests, params)
+    changes = {(before, now) for mode, before, now in seen if mode == "deep"}
+    assert changes == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert {before for mode, before, _ in seen if mode == "mixed"} == {0, 1}
+    assert accepted[Plan(3, 0)] > 0 and accepted[Plan(3, 1)] > 0
+
+
+def test_each_exit_is_timed(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(EXITS)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.policy.plans == plans_of([0, 1, 3], 2)
+    speculator = drafter_of(llm)
+    stock = speculator.propose
+    exits = []
+
+    def propose(*args: Any, **kwargs: Any) -> Any:
+        exits.append(speculator.cut.exit)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(speculator, "propose", propose)
+    seconds = time_steps(runner_of(llm), 2, plans_of([0, 3], 2))
+    assert len(seconds) == 3 and min(seconds) > 0
+    # After the prompts
+    assert exits[1:] == [1] * STEPS + [0] * STEPS
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="engines there have real graphs"
+)
+def test_each_exit_has_graphs(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(EXITS)
+    speculator = drafter_of(llm)
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    call_attention_directly(runner_of(llm).model)
+    graphs = Replayed(speculator)
+    graphs.graphs = GraphsByExit(lambda: speculator.cut.exit)
+    for exit in (0, 1):
+        speculator.read_at(exit)
+        graphs.capture()
+    plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
+    monkeypatch.setattr(policy, "choose", lambda *_: next(plans))
+    requests = prompts(3)
+    params = [greedy(max_tokens=n) for n in (6, 12, 20)]
+    expected = generate(engine(), requests, params)
+    accepted = []
+    for replays in (False, True):
+        plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
+        monkeypatch.setattr(speculator, "graphs", graphs if replays else None)
+        with counting(llm) as seen:
+            assert generate(llm, requests, params) == expected
+        accepted.append(seen["accepted"])
+    assert accepted[0] == accepted[1] > 0
+    assert len(graphs.graphs) == 6 and graphs.replays > 4

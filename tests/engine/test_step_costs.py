@@ -22,7 +22,12 @@ from safetensors.torch import load_file, save_file
 from vllm import envs
 
 from vllm_ppd.vllm_plugins.draft_length import measure
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    StepCosts,
+)
 from vllm_ppd.vllm_plugins.engine import step_costs, worker
 from vllm_ppd.vllm_plugins.engine.dummy_steps import (
     STEPS,
@@ -47,13 +52,13 @@ def measured(
     """
     rounds: list[int] = []
 
-    def run(requests: int, counts: Sequence[int]) -> list[float]:
-        if counts == [0]:
+    def run(requests: int, plans: Sequence[Plan]) -> list[float]:
+        if plans == [NO_DRAFTS]:
             return [1.0]
         rounds.append(requests)
         time.sleep(delay)
         late = 10.0 if len(rounds) % 2 and not delay else 1.0
-        return [late * seconds(requests, count) for count in counts]
+        return [late * seconds(requests, plan.drafts) for plan in plans]
 
     return measure.measure_table(
         run, largest, [0, 1, 3], lambda value: value
@@ -72,10 +77,11 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
 ) -> None:
     now = 0.0
 
-    def run(requests: int, counts: Sequence[int]) -> list[float]:
+    def run(requests: int, plans: Sequence[Plan]) -> list[float]:
         nonlocal now
-        now += sum(0.02 * requests * (1 + count) for count in counts)
-        return [0.02 * requests * (1 + count) for count in counts]
+        seconds = [0.02 * requests * (1 + plan.drafts) for plan in plans]
+        now += sum(seconds)
+        return seconds
 
     monkeypatch.setattr(
         measure, "time", types.SimpleNamespace(perf_counter=lambda: now)
@@ -92,7 +98,8 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
         and 1 in table.sizes
     )
     costs = StepCosts(table)
-    assert costs.seconds(256, 0, 3) == pytest.approx(4 * costs.seconds(256, 0, 0))
+    plain = costs.seconds(256, 0, NO_DRAFTS)
+    assert costs.seconds(256, 0, Plan(3)) == pytest.approx(4 * plain)
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -107,12 +114,12 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     ) -> tuple[list[int], CostTable]:
         ran: list[int] = []
 
-        def run(requests: int, counts: Sequence[int]) -> list[float]:
+        def run(requests: int, plans: Sequence[Plan]) -> list[float]:
             ran.append(requests)
             time.sleep(0.02 * (rank == busy))
             return [
-                (1.0 + (rank == busy) * len(ran)) * (1 + count)
-                for count in counts
+                (1.0 + (rank == busy) * len(ran)) * (1 + plan.drafts)
+                for plan in plans
             ]
 
         return ran, measure.measure_table(
@@ -223,7 +230,7 @@ def test_the_largest_batch_that_can_be_timed(
 ) -> None:
     runner = runner_of(engine({**ADAPTIVE, "adaptive": False}))
     monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
-    assert most_requests(runner, [0, 3], STEPS) == largest
+    assert most_requests(runner, [NO_DRAFTS, Plan(3)], STEPS) == largest
 
 
 @pytest.fixture
@@ -316,7 +323,7 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "execute_model", noted)
-        seconds = time_steps(runner, 3, counts)
+        seconds = time_steps(runner, 3, [Plan(count) for count in counts])
     assert len(seconds) == 2 and min(seconds) > 0
     # After the prompts, before the end.
     assert steps[1:-1] == [

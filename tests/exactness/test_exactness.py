@@ -21,6 +21,7 @@ QUICK: dict[str, list[str]] = {
     "heads": ["batch_16", "structured_output"],
     "classifiers": ["batch_16"],
     "last": ["batch_16", "model_length"],
+    "exits": ["arrivals_and_aborts"],
     "cut-off": ["more_than_fit"],
     "cp": [*CASES],
     "cp-recurrent": ["batch_1", "batch_16", "arrivals_and_aborts"],

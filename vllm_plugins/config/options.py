@@ -68,12 +68,13 @@ class DraftingOptions(BaseModel):
         "recommend; 5 with method lookup); with pipeline parallelism the worker "
         "group emits up to one token more per step",
     )
-    exit_layer: Count | None = Field(
+    exit_layer: int | list[int] | None = Field(
         None,
         description="layer after which drafts are read (default: what the heads "
-        "recommend, or half of the layers, on a GPU a quarter); with pipeline "
-        "parallelism, the layer at which the stages are split, at least half of the "
-        "layers",
+        "recommend, or half of the layers, on a GPU a quarter), or ascending layers "
+        "such as [8, 16] (as a flag 8,16), of which each step takes the one that pays "
+        "most; with pipeline parallelism, the layer at which the stages are split, at "
+        "least half of the layers",
     )
     gamma: Share = Field(
         0.0,
@@ -139,6 +140,27 @@ class DraftingOptions(BaseModel):
         description="batch cut-off: in larger batches no request drafts (default: "
         "none; 8 with pipeline parallelism)",
     )
+
+    @field_validator("exit_layer", mode="before")
+    @classmethod
+    def _layers(cls, value: Any) -> Any:
+        """One layer, or a list of several."""
+        layers = value
+        if value is None:
+            return None
+        if isinstance(value, str):
+            layers = [
+                int(part) if part.strip().isdecimal() else part
+                for part in value.split(",")
+            ]
+        elif not isinstance(value, list):
+            layers = [value]
+        numbers = all(type(layer) is int and layer > 0 for layer in layers)
+        if not layers or not numbers or layers != sorted(set(layers)):
+            raise ValueError(
+                "must be a layer from 1 on, or ascending ones such as [8, 16]"
+            )
+        return layers if len(layers) > 1 else layers[0]
 
     @field_validator("method")
     @classmethod

@@ -274,7 +274,7 @@ def refuse_options(
 ) -> None:
     """Refuse options that contradict each other, the heads, or the target's layers."""
     given = options.model_fields_set
-    exit_layer = config.exit_layer
+    exits = config.exits
     folder = quoted(options.model)
     last = config.num_layers - 1
     half = (config.num_layers + 1) // 2
@@ -309,27 +309,34 @@ def refuse_options(
                 "it out"
             )
 
-    if exit_layer is not None:
-        if exit_layer > last:
+    if exits:
+        exit_layer = f"exit_layer={quoted(config.exit_layer)}"
+        if exits[-1] > last:
             raise OptionError(
-                f"exit_layer={exit_layer} is outside 1..{last}; this model has "
+                f"{exit_layer} is outside 1..{last}; this model has "
                 f"{config.num_layers} layers"
             )
-        with_head = getattr(heads, "exit_layers", [exit_layer])
-        if exit_layer not in with_head and "exit_layer" not in given:
+        with_head = getattr(heads, "exit_layers", exits)
+        headless = sorted(set(exits) - set(with_head))
+        if headless and "exit_layer" not in given:
             raise OptionError(
                 f"the heads in {folder} have no exit in {half}..{last}, where a worker "
                 "group's stages can be split; train one there, or leave the heads out"
             )
-        if exit_layer not in with_head:
+        if headless:
             raise OptionError(
-                f"exit_layer={exit_layer} has no head in {folder}, which has heads for "
+                f"exit_layer={headless[0]} has no head in {folder}, which has heads for "
                 f"layers {', '.join(map(str, with_head))}"
             )
-        if config.stages > 1 and exit_layer < half:
+        if config.stages > 1 and (exits[0] < half or len(exits) > 1):
             raise OptionError(
-                f"exit_layer={exit_layer} cannot split two pipeline stages; give one "
-                f"layer in {half}..{last}"
+                f"{exit_layer} cannot split two pipeline stages; give one layer in "
+                f"{half}..{last}"
+            )
+        if config.stages == 1 and len(exits) > 1 and not config.adaptive:
+            raise OptionError(
+                f"{exit_layer} needs adaptive, which chooses among the exits; give one "
+                "layer, or leave adaptive out"
             )
 
     # Tokens of a group and unverified tokens are final.

@@ -12,7 +12,7 @@ FEW_DRAFTS = 3
 
 
 class DraftingConfig(DraftingOptions):
-    """Options resolved for a target: the exit layer is known and within the model
+    """Options resolved for a target: exit layers are known and within the model
     (None: not used).
     """
 
@@ -50,10 +50,22 @@ class DraftingConfig(DraftingOptions):
         return {"num_speculative_tokens_per_batch_size": ranges}
 
     @property
+    def exits(self) -> tuple[int, ...]:
+        """The exit layers, ascending; none in methods without exits."""
+        if isinstance(self.exit_layer, list):
+            return tuple(self.exit_layer)
+        return () if self.exit_layer is None else (self.exit_layer,)
+
+    @property
+    def num_exits(self) -> int:
+        """The number of places at which a step's drafts may be read."""
+        return max(len(self.exits), 1)
+
+    @property
     def split(self) -> int:
         """The layer after which a worker group's first stage ends, d_bar."""
-        assert self.stages > 1 and self.exit_layer is not None
-        return self.exit_layer
+        assert self.stages > 1
+        return self.exits[0]
 
     @property
     def partition(self) -> str:
@@ -71,8 +83,9 @@ class DraftingConfig(DraftingOptions):
             )
             if self.candidates > 1:
                 parts.append(f"{self.candidates} candidates")
-        elif self.exit_layer is not None:
-            parts.append(f"exit layer {self.exit_layer} of {self.num_layers}")
+        elif self.exits:
+            layers = " or ".join(map(str, self.exits))
+            parts.append(f"exit layer {layers} of {self.num_layers}")
         if self.model:
             parts.append(f"heads {self.model} ({self.heads_summary})")
         elif self.spec.looks_up_alone:
@@ -93,7 +106,7 @@ class DraftingConfig(DraftingOptions):
             parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
         if self.draft_vocab_size:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
-        if self.exit_layer and not grouped:
+        if self.exits and not grouped:
             parts.append(f"gamma {self.gamma:g}")
         if self.eps_b is not None:
             parts.append(f"eps_b {self.eps_b:g}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step costs: seconds of a decode step by batch size and drafts per request."""
+"""Step costs: seconds of a decode step by batch size and by what it drafts."""
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
@@ -12,22 +12,51 @@ from typing_extensions import Self
 StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class Plan(NamedTuple):
+    """What a step drafts."""
+
+    drafts: int  # of each request
+    exit: int = (
+        0  # index of the exit layer at which they are read; 0 without drafts
+    )
+
+
+NO_DRAFTS = Plan(0)
+
+
+def plans_of(counts: list[int], exits: int) -> list[Plan]:
+    """All plans.
+
+    Args:
+        counts: drafts of each request, ascending from 0.
+        exits: number of exit layers; 1 for other methods.
+    """
+    drafting = [
+        Plan(count, exit) for exit in range(exits) for count in counts[1:]
+    ]
+    return [NO_DRAFTS, *drafting]
+
+
 class CostTable(BaseModel):
-    """Seconds of decode steps at the batch sizes and numbers of drafts that were measured."""
+    """Seconds of decode steps at the batch sizes and with the plans that were measured."""
 
     sizes: list[int] = Field(min_length=1)  # requests, ascending
     counts: list[int] = Field(
         min_length=1
     )  # drafts per request, ascending from 0
-    seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
+    exits: int = Field(1, ge=1)  # number of exit layers
+    seconds: list[list[StepSeconds]]  # [sizes, plans], in the fastest round
+
+    @property
+    def plans(self) -> list[Plan]:
+        return plans_of(self.counts, self.exits)
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:
-        if [len(row) for row in self.seconds] != [len(self.counts)] * len(
-            self.sizes
-        ):
+        plans = len(self.plans)
+        if [len(row) for row in self.seconds] != [plans] * len(self.sizes):
             raise ValueError(
-                f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers"
+                f"seconds must be {len(self.sizes)} x {plans} numbers"
             )
         return self
 
@@ -41,7 +70,7 @@ class CostTable(BaseModel):
 
 
 class StepCosts:
-    """Seconds of steps, interpolated linearly in requests, drafts and tokens.
+    """Seconds of steps, interpolated linearly in requests and tokens.
 
     A step with fewer requests or drafts takes no longer than one with more: if it
     seemed to, something else ran on the machine. Beyond the largest measured batch,
@@ -50,40 +79,45 @@ class StepCosts:
 
     def __init__(self, table: CostTable) -> None:
         self.max_drafts = table.counts[-1]
-        self.counts = tuple(table.counts)  # measured numbers of drafts, from 0 on
+        self.exits = table.exits
+        self.plans = table.plans  # measured ones
         self.sizes = np.array(table.sizes, dtype=float)
-        drafts = np.arange(1 + self.max_drafts)
-        ascending = _least_of_larger(np.array(table.seconds))
-        # [sizes, 1 + N]
-        self._seconds = np.array(
-            [np.interp(drafts, table.counts, row) for row in ascending]
-        )
-        self._decoding: dict[tuple[int, int], float] = {}
+        # Plan -> [sizes]
+        self._seconds: dict[Plan, np.ndarray] = {}
+        measured = np.array(table.seconds)
+        drafting = len(table.counts) - 1
+        for exit in range(self.exits):
+            first = 1 + exit * drafting
+            columns = [0, *range(first, first + drafting)]
+            ascending = _least_of_larger(measured[:, columns])
+            for column, count in enumerate(table.counts):
+                plan = Plan(count, exit if count else 0)
+                self._seconds.setdefault(plan, ascending[:, column])
+        self._decoding: dict[tuple[int, Plan], float] = {}
         # Tokens of steps without drafting, ascending, and their seconds. The last is the
         # verification of the largest batch's drafts, less what drafting takes for one.
-        drafting = self._seconds[0, -1] - self._seconds[0, 0]
-        verified = max(self._seconds[-1, -1] - drafting, self._seconds[-1, 0])
+        plain = self._seconds[NO_DRAFTS]
+        most = self._seconds[Plan(self.max_drafts)]
+        verified = max(most[-1] - (most[0] - plain[0]), plain[-1])
         self._tokens = np.append(
             self.sizes, self.sizes[-1] * (1 + self.max_drafts)
         )
-        self._plain = np.append(self._seconds[:, 0], verified)
+        self._plain = np.append(plain, verified)
 
-    def seconds(self, requests: int, prompt_tokens: int, drafts: int) -> float:
-        """Seconds of a step that verifies and makes a number of drafts.
+    def seconds(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
+        """Seconds of a step that verifies and makes the drafts of a plan.
 
         Args:
             requests: that decode.
             prompt_tokens: read beside them.
-            drafts: of each request.
+            plan: a measured one.
         """
-        key = requests, drafts
+        key = requests, plan
         if key not in self._decoding:
-            self._decoding[key] = _at(
-                requests, self.sizes, self._seconds[:, drafts]
-            )
+            self._decoding[key] = _at(requests, self.sizes, self._seconds[plan])
         seconds = self._decoding[key]
         if prompt_tokens:
-            tokens = requests * (1 + drafts)
+            tokens = requests * (1 + plan.drafts)
             longer = _at(tokens + prompt_tokens, self._tokens, self._plain)
             seconds += longer - _at(tokens, self._tokens, self._plain)
         return seconds

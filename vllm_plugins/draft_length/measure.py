@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_ppd.vllm_plugins.config.resolved import FEW_DRAFTS
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    plans_of,
+)
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 REQUIRED = 5  # sizes that are measured however long it takes
@@ -46,10 +51,11 @@ def sizes_to_measure(largest: int, max_drafts: int) -> list[int]:
 
 
 def measure_table(
-    time_steps: Callable[[int, Sequence[int]], list[float]],
+    time_steps: Callable[[int, Sequence[Plan]], list[float]],
     largest: int,
     counts: list[int],
     from_first_rank: Callable[[Any], Any],
+    exits: int = 1,
 ) -> CostTable:
     """Measure steps of several batch sizes, as many as time allows.
 
@@ -58,13 +64,14 @@ def measure_table(
     sizes take as long again.
 
     Args:
-        time_steps: (requests, counts) -> seconds of a step with each number of drafts.
+        time_steps: (requests, plans) -> seconds of a step with each.
         largest: batch size.
         counts: drafts per request, ascending from 0.
         from_first_rank: gives all tensor-parallel ranks the first rank's value, since
             they must run the same steps.
+        exits: number of exit layers.
     """
-
+    plans = plans_of(counts, exits)
     began = time.perf_counter()
 
     def late(since: float, seconds: float) -> bool:
@@ -72,18 +79,19 @@ def measure_table(
 
     def fastest(size: int) -> list[float]:
         started = time.perf_counter()
-        rounds = [time_steps(size, counts)]
+        rounds = [time_steps(size, plans)]
         while len(rounds) < ROUNDS and not late(began, SECONDS):
             if len(rounds) >= LEAST_ROUNDS and late(started, ROUND_SECONDS):
                 break
-            rounds.append(time_steps(size, counts))
+            rounds.append(time_steps(size, plans))
         return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
     # A step that is limited by compute takes a time that grows with its tokens. If a
     # round of the largest batch took longer than all the time there is, a smaller batch
     # is limited by compute, too, and has the same relative costs.
-    time_steps(largest, [0])
-    seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
+    time_steps(largest, [NO_DRAFTS])
+    tokens = sum(1 + plan.drafts for plan in plans)
+    seconds = (time.perf_counter() - began) * tokens
     largest = from_first_rank(
         min(max(int(largest * SECONDS / seconds), 1), largest)
     )
@@ -94,4 +102,4 @@ def measure_table(
         measured[size] = fastest(size)
     sizes = sorted(measured)
     table = from_first_rank([measured[size] for size in sizes])
-    return CostTable(sizes=sizes, counts=counts, seconds=table)
+    return CostTable(sizes=sizes, counts=counts, exits=exits, seconds=table)

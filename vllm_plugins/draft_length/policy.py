@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of drafts of a step: the one with the most expected tokens a second.
+"""The plan of a step's drafts, their number k and their exit: the one with the most
+expected tokens a second.
 
-With S_k a request's expected accepted drafts (acceptance.py) and c_k the seconds of a
-step with k drafts over one without (seconds.py), k drafts gain (1 + S_k) / c_k. The
-policy takes the best k, and explores another for PROBE steps where its gain would be
-better at the upper bound of what is known. Each exploration narrows the bound, so
+With S a request's expected accepted drafts under a plan (acceptance.py) and c the seconds
+of a step with that plan over one without drafts (seconds.py), the plan gains (1 + S) / c.
+The policy takes the best plan, and explores another for PROBE steps where its gain would
+be better at the upper bound of what is known. Each exploration narrows the bound, so
 explorations end by themselves.
 """
 
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from vllm_ppd.vllm_plugins.draft_length.acceptance import MAX_FOLLOWED, Acceptance
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
 
-# Another number of drafts must gain this much more
+# Attribute that we add to a SchedulerOutput: its Step
+STEP = "vllm_ppd_step"
+# Another plan must gain this much more
 STARTS = 1.01
 # Standard deviations of the bounds
 SURE = 2.0
@@ -34,9 +37,9 @@ NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Choice:
-    """A number of drafts, beside the current one."""
+    """A plan, beside the current one."""
 
-    drafts: int
+    plan: Plan
     tokens: float  # of a request
     cost: float  # seconds of a step
     error: float  # relative standard deviation of the cost
@@ -56,10 +59,8 @@ class Choice:
 
 @dataclass(slots=True)
 class Exploration:
-    """When the policy may explore next."""
+    """When a plan may be explored next."""
 
-    drafts: int = 0
-    left: int = 0  # steps of the current one
     ready: int = 0  # number of the step
     wait: int = WAIT
 
@@ -71,23 +72,23 @@ class Step:
     Attributes:
         requests: that decode.
         prompt_tokens: beside them.
-        verified: drafts of each request; None if requests differ.
-        drafted: drafts that each request makes.
+        verified: plan of the verified drafts; None if requests differ.
+        drafted: plan of the drafts that are made.
     """
 
     requests: int
     prompt_tokens: int
-    verified: int | None
-    drafted: int
+    verified: Plan | None
+    drafted: Plan
 
     def steady(self) -> bool:
-        """Whether the step decoded alone, and made as many drafts as it verified."""
+        """Whether the step decoded alone, and made drafts as it verified them."""
         alone = self.requests > 0 and not self.prompt_tokens
         return alone and self.verified == self.drafted
 
 
 class DraftPolicy:
-    """Chooses the number of drafts of each step.
+    """Chooses the plan of each step's drafts.
 
     Args:
         costs: measured at the start.
@@ -96,22 +97,27 @@ class DraftPolicy:
     """
 
     def __init__(self, costs: StepCosts, kinds: int, clock: bool = True) -> None:
-        self.counts = costs.counts
+        self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)
-        self.acceptance = Acceptance(costs.max_drafts, kinds)
-        self.exploration = Exploration()
-        self.current = costs.max_drafts
+        # By exit, as nothing is known of one from another's drafts
+        self.acceptance = [
+            Acceptance(costs.max_drafts, kinds) for _ in range(costs.exits)
+        ]
+        self.explorations = {plan: Exploration() for plan in self.plans}
+        self._explored = NO_DRAFTS
+        self._left = 0  # steps of the current exploration
+        self.current = Plan(costs.max_drafts)
         self.best: Choice | None = None  # of the latest step
         self.exploring = False
         self.latest = self.current  # what the latest choice was
         self._step = 0
         self._load = (0, 0)  # of the latest choice: requests, tokens of prompts
         self._unseen = 0  # steps since acceptance was observed
-        self._verified: int | None = 0  # drafts of a request in the latest step
+        self._verified: Plan | None = NO_DRAFTS  # of the latest step
 
     def learns(self, step: Step) -> bool:
         """Whether to observe the acceptance of a step. Of large batches one step in
-        several is enough, and the first with another number of drafts.
+        several is enough, and the first with another plan.
         """
         self._unseen += 1
         changed = step.verified != self._verified
@@ -144,22 +150,18 @@ class DraftPolicy:
             return
         if seconds is not None and step.steady():
             self.seconds.add(step.requests, step.drafted, seconds)
-        if not step.verified:
-            self.acceptance.grow_old()
-        elif req_ids:
-            self.acceptance.observe(
-                req_ids,
-                kinds,
-                step.verified,
-                emitted,
-                limits,
-            )
+        drafts, exit = step.verified
+        for number, acceptance in enumerate(self.acceptance):
+            if not drafts or number != exit:
+                acceptance.grow_old()
+            elif req_ids:
+                acceptance.observe(req_ids, kinds, drafts, emitted, limits)
 
     def holds(self, requests: int, prompt_tokens: int) -> bool:
         """Whether the latest choice holds after a step; else choose() has to be called."""
         next_step = self._step + 1
         if (
-            self.exploration.left
+            self._left
             or not next_step % HELD
             or self._load != (requests, prompt_tokens)
         ):
@@ -175,8 +177,8 @@ class DraftPolicy:
         req_ids: Sequence[str],
         kinds: Sequence[int],
         limits: Mapping[str, int] = NO_LIMITS,
-    ) -> int:
-        """The number of drafts after a step.
+    ) -> Plan:
+        """The plan of the drafts after a step.
 
         Args:
             requests: that decode in the next step.
@@ -187,7 +189,7 @@ class DraftPolicy:
         self._step += 1
         self._load = requests, prompt_tokens
         self.exploring = False
-        self.latest = 0
+        self.latest = NO_DRAFTS
         if req_ids:
             share = len(req_ids) / requests
             self.latest = self._chosen(
@@ -208,60 +210,75 @@ class DraftPolicy:
         req_ids: Sequence[str],
         kinds: Sequence[int],
         limits: Mapping[str, int],
-    ) -> int:
+    ) -> Plan:
         """As choose(); `share` of the requests may draft."""
-        exploration = self.exploration
-        if exploration.left:
-            exploration.left -= 1
-            exploration.ready = self._step + exploration.wait
+        if self._left:
+            self._left -= 1
             self.exploring = True
-            return exploration.drafts
-        self.acceptance.learn()
-        self.acceptance.forget_others(req_ids)
-        accepted = self.acceptance.per_request(req_ids, kinds, limits)
-        tokens = [1 + share * mean for mean in accepted]
+            return self._explored
+        tokens = []
+        for acceptance in self.acceptance:
+            acceptance.learn()
+            acceptance.forget_others(req_ids)
+            accepted = acceptance.per_request(req_ids, kinds, limits)
+            tokens.append([1 + share * mean for mean in accepted])
         others = self._others(requests, prompt_tokens, tokens)
         self.best = max(others, key=Choice.gain)
         if self.best.gain() > STARTS:
-            self.current = self.best.drafts
-            exploration.wait = WAIT
-        elif self._step >= exploration.ready and not self._step % CHECKED:
-            return self._explored(requests, share, others, set(kinds))
+            self.current = self.best.plan
+            for exploration in self.explorations.values():
+                exploration.wait = WAIT
+        elif not self._step % CHECKED:
+            return self._explore(requests, share, others, set(kinds))
         return self.current
 
     def _others(
-        self, requests: int, prompt_tokens: int, tokens: list[float]
+        self, requests: int, prompt_tokens: int, tokens: list[list[float]]
     ) -> list[Choice]:
-        """The numbers of drafts beside the current one, given a request's expected
-        tokens with each number.
+        """The plans beside the current one.
+
+        Args:
+            requests, prompt_tokens: see choose().
+            tokens: expected of a request, by exit and number of drafts.
         """
-        now = tokens[self.current]
+        now = tokens[self.current.exit][self.current.drafts]
         choices = []
-        for drafts in self.counts:
-            if drafts != self.current:
+        for plan in self.plans:
+            if plan != self.current:
                 cost, error = self.seconds.relative(
-                    requests, prompt_tokens, self.current, drafts
+                    requests, prompt_tokens, self.current, plan
                 )
-                choices.append(Choice(drafts, tokens[drafts] / now, cost, error))
+                more = tokens[plan.exit][plan.drafts] / now
+                choices.append(Choice(plan, more, cost, error))
         return choices
 
-    def _explored(
+    def _explore(
         self, requests: int, share: float, others: list[Choice], kinds: set[int]
-    ) -> int:
-        """The current number of drafts, or another for the sake of what it shows."""
-        # The table may be wrong, so each size of batch is compared once
-        opposite = 0 if self.current else self.counts[-1]
-        if self.seconds.lacks(requests, self.current, opposite):
-            return self._explore(opposite)
+    ) -> Plan:
+        """The current plan, or another for the sake of what it shows."""
+        most = 0 if self.current.drafts else self.plans[-1].drafts
+        best = self.current
+        highest = STARTS
         for choice in sorted(others, key=Choice.gain, reverse=True):
-            deviation = self.acceptance.deviation(kinds, choice.drafts)
-            if choice.highest(share * deviation) > STARTS:
-                return self._explore(choice.drafts)
-        return self.current
-
-    def _explore(self, drafts: int) -> int:
-        self.exploration.drafts = drafts
-        self.exploration.left = PROBE - 1
-        self.exploration.wait = min(2 * self.exploration.wait, MAX_WAIT)
-        self.exploring = True
-        return drafts
+            drafts, exit = choice.plan
+            if self._step < self.explorations[choice.plan].ready:
+                continue
+            # The table may be wrong, so each size of batch is compared once
+            if drafts == most and self.seconds.lacks(
+                requests, self.current, choice.plan
+            ):
+                best = choice.plan
+                break
+            deviation = self.acceptance[exit].deviation(kinds, drafts)
+            bound = choice.highest(share * deviation)
+            if bound > highest:
+                highest = bound
+                best = choice.plan
+        if best != self.current:
+            exploration = self.explorations[best]
+            exploration.wait = min(2 * exploration.wait, MAX_WAIT)
+            exploration.ready = self._step + PROBE + exploration.wait
+            self._explored = best
+            self._left = PROBE - 1
+            self.exploring = True
+        return best

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of steps with k drafts a request, relative to those without drafts.
+"""Seconds of steps with a plan of drafts, relative to those without drafts.
 
 The table of the start (costs.py) is the prior. Steps as served correct it, by bucket:
 the power of two of the requests. Within a bucket a step counts as its seconds over the
-table's, so its batches need not be the same. Numbers of drafts are compared within a
-time only, as contexts grow and clocks change.
+table's, so its batches need not be the same. Plans are compared within a time only, as
+contexts grow and clocks change.
 
 Tokens that drafts gain save later steps of decoding alone. So the price of drafts beside
 a prompt is what they add to that step, over the seconds of a step of decoding alone.
@@ -13,11 +13,11 @@ a prompt is what they add to that step, over the seconds of a step of decoding a
 import math
 from itertools import combinations
 
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 
-# Steps with a number of drafts in a bucket that count
+# Steps with a plan in a bucket that count
 MEMORY = 32
-# Steps of the bucket beyond which two numbers of drafts are not compared
+# Steps of the bucket beyond which two plans are not compared
 NEARBY = 256
 # Between steps at which means end and comparisons are made anew
 CHECKED = 8
@@ -51,16 +51,16 @@ class Bucket:
 
     def __init__(self) -> None:
         self.step = 0
-        self.means: dict[int, Mean] = {}
-        # Two numbers of drafts -> factor on the table's cost of the second over the
-        # first, its precision, and the step at which it was kept
-        self.kept: dict[tuple[int, int], tuple[float, float, int]] = {}
-        self._factors: dict[tuple[int, int], tuple[float, float]] = {}
+        self.means: dict[Plan, Mean] = {}
+        # Two plans -> factor on the table's cost of the second over the first, its
+        # precision, and the step at which it was kept
+        self.kept: dict[tuple[Plan, Plan], tuple[float, float, int]] = {}
+        self._factors: dict[tuple[Plan, Plan], tuple[float, float]] = {}
 
-    def add(self, drafts: int, ratio: float) -> None:
-        """Add a step that verified and made a number of drafts."""
+    def add(self, plan: Plan, ratio: float) -> None:
+        """Add a step that verified and made the drafts of a plan."""
         self.step += 1
-        mean = self.means.setdefault(drafts, Mean())
+        mean = self.means.setdefault(plan, Mean())
         if mean.steps:
             ratio = min(ratio, CLIP * mean.value)
         if not self.step % CHECKED:
@@ -71,18 +71,18 @@ class Bucket:
     def _keep_comparisons(self) -> None:
         """Keep the comparisons with means that end."""
         ended = [
-            drafts
-            for drafts, mean in self.means.items()
+            plan
+            for plan, mean in self.means.items()
             if mean.steps and self.step - mean.last > NEARBY
         ]
         for first, second in combinations(sorted(self.means), 2):
             if first in ended or second in ended:
                 factor, precision = self._evidence(first, second)
                 self.kept[first, second] = factor, precision, self.step
-        for drafts in ended:
-            self.means[drafts].steps = 0
+        for plan in ended:
+            self.means[plan].steps = 0
 
-    def _evidence(self, first: int, second: int) -> tuple[float, float]:
+    def _evidence(self, first: Plan, second: Plan) -> tuple[float, float]:
         """(Factor on the table's cost of `second` over `first`, its precision)."""
         factor, precision, step = self.kept.get((first, second), (1.0, 0.0, 0))
         precision *= 0.5 ** ((self.step - step) / HALF_LIFE)
@@ -95,18 +95,18 @@ class Bucket:
         factor /= precision + new
         return factor, min(precision + new, LEAST_ERROR**-2)
 
-    def compares(self, first: int, second: int) -> bool:
-        """Whether steps compare two numbers of drafts."""
+    def compares(self, first: Plan, second: Plan) -> bool:
+        """Whether steps compare two plans."""
         pair = min(first, second), max(first, second)
         return self._evidence(*pair)[1] > 0
 
-    def factor(self, first: int, second: int) -> tuple[float, float]:
+    def factor(self, first: Plan, second: Plan) -> tuple[float, float]:
         """(Factor on the table's cost of `second` over `first`, its relative error)."""
         if (first, second) not in self._factors:
             self._factors[first, second] = self._factor(first, second)
         return self._factors[first, second]
 
-    def _factor(self, first: int, second: int) -> tuple[float, float]:
+    def _factor(self, first: Plan, second: Plan) -> tuple[float, float]:
         if first > second:
             factor, error = self.factor(second, first)
             return 1 / factor, error
@@ -128,7 +128,7 @@ class StepSeconds:
         self.table = table
         self.clock = clock
         self._buckets: dict[int, Bucket] = {}
-        self._table_costs: dict[tuple[int, int, int], float] = {}
+        self._table_costs: dict[tuple[int, int, Plan], float] = {}
 
     def _bucket(self, requests: int) -> Bucket:
         size = requests.bit_length()
@@ -136,20 +136,20 @@ class StepSeconds:
             self._buckets[size] = Bucket()
         return self._buckets[size]
 
-    def add(self, requests: int, drafts: int, seconds: float) -> None:
+    def add(self, requests: int, plan: Plan, seconds: float) -> None:
         """Add a step as served that read no prompt.
 
         Args:
             requests: of the step.
-            drafts: of each request, both verified and made.
+            plan: of its drafts, both verified and made.
             seconds: of the step, while no other kept the device waiting.
         """
         if self.clock:
-            expected = self.table.seconds(requests, 0, drafts)
-            self._bucket(requests).add(drafts, seconds / expected)
+            expected = self.table.seconds(requests, 0, plan)
+            self._bucket(requests).add(plan, seconds / expected)
 
-    def lacks(self, requests: int, first: int, second: int) -> bool:
-        """Whether the table alone compares two numbers of drafts, after some steps."""
+    def lacks(self, requests: int, first: Plan, second: Plan) -> bool:
+        """Whether the table alone compares two plans, after some steps."""
         bucket = self._bucket(requests)
         return (
             self.clock
@@ -158,14 +158,14 @@ class StepSeconds:
         )
 
     def relative(
-        self, requests: int, prompt_tokens: int, first: int, second: int
+        self, requests: int, prompt_tokens: int, first: Plan, second: Plan
     ) -> tuple[float, float]:
-        """(Cost of a step with `second` drafts over one with `first`, relative error).
+        """(Cost of a step with plan `second` over one with `first`, relative error).
 
         Args:
             requests: that decode.
             prompt_tokens: beside them.
-            first, second: drafts of each request.
+            first, second: plans.
         """
         cost = self._by_table(requests, prompt_tokens, second)
         cost /= self._by_table(requests, prompt_tokens, first)
@@ -174,21 +174,21 @@ class StepSeconds:
         factor, error = self._bucket(requests).factor(first, second)
         return cost * factor, error
 
-    def _by_table(self, requests: int, prompt_tokens: int, drafts: int) -> float:
+    def _by_table(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
         """1 + the seconds that drafts add, over those of a step of decoding alone."""
-        key = requests, prompt_tokens, drafts
+        key = requests, prompt_tokens, plan
         if key not in self._table_costs:
             if len(self._table_costs) > MAX_COSTS:
                 self._table_costs.clear()
-            self._table_costs[key] = self._added(requests, prompt_tokens, drafts)
+            self._table_costs[key] = self._added(requests, prompt_tokens, plan)
         return self._table_costs[key]
 
-    def _added(self, requests: int, prompt_tokens: int, drafts: int) -> float:
+    def _added(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
         seconds = self.table.seconds
-        plain = seconds(requests, 0, 0)
-        added = seconds(requests, 0, drafts) - plain
+        plain = seconds(requests, 0, NO_DRAFTS)
+        added = seconds(requests, 0, plan) - plain
         if prompt_tokens:
-            beside_prompt = seconds(requests, prompt_tokens, drafts)
-            beside_prompt -= seconds(requests, prompt_tokens, 0)
+            beside_prompt = seconds(requests, prompt_tokens, plan)
+            beside_prompt -= seconds(requests, prompt_tokens, NO_DRAFTS)
             added = max(added, beside_prompt)
         return 1 + max(added, 0.0) / plain

@@ -23,8 +23,11 @@ from vllm.v1.core.sched.output import (
     SchedulerOutput,
 )
 
+from vllm_ppd.vllm_plugins.draft_length.costs import Plan
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
+
 TOKEN = 1  # the token of prompts, and of drafts as the scheduler names them
-# Steps with each number of drafts
+# Steps with each plan
 WARM = 2
 TIMED = 8
 STEPS = WARM + TIMED
@@ -39,14 +42,14 @@ class DummyBatch:
     Args:
         runner: vLLM's model runner, its KV cache allocated.
         requests: number of requests.
-        counts: numbers of drafts of the steps to come.
+        plans: of the steps to come.
     """
 
-    def __init__(self, runner: Any, requests: int, counts: Sequence[int]) -> None:
+    def __init__(self, runner: Any, requests: int, plans: Sequence[Plan]) -> None:
         self.runner = runner
-        self.max_drafts = max(counts)
+        self.first = max(plans)
         numbers = itertools.count(1)  # block 0 is vLLM's null block
-        sizes = blocks_per_request(runner, counts, STEPS)
+        sizes = blocks_per_request(runner, plans, STEPS)
         self.blocks = {
             f"vllm-ppd dummy {i}": tuple(
                 list(itertools.islice(numbers, size)) for size in sizes
@@ -81,7 +84,7 @@ class DummyBatch:
             )
             for name, blocks in self.blocks.items()
         ]
-        self._run(output, tokens=1, drafts=self.max_drafts)
+        self._run(output, tokens=1, plan=self.first)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,10 +92,11 @@ class DummyBatch:
         output.finished_req_ids = set(self.blocks)
         self.runner.execute_model(output)
 
-    def decode(self, drafts: int) -> None:
-        """Run a decode step that verifies a number of drafts of each request, of which
-        the step before made as many or more, and makes that number.
+    def decode(self, plan: Plan) -> None:
+        """Run a decode step that verifies a plan's number of drafts of each request, of
+        which the step before made as many or more, and makes drafts by the plan.
         """
+        drafts = plan.drafts
         names = list(self.blocks)
         output = SchedulerOutput.make_empty()
         if drafts:
@@ -104,74 +108,75 @@ class DummyBatch:
         cached.num_computed_tokens = [self.emitted] * len(names)
         cached.num_output_tokens = [self.emitted] * len(names)
         output.scheduled_cached_reqs = cached
-        self._run(output, tokens=1 + drafts, drafts=drafts)
+        self._run(output, tokens=1 + drafts, plan=plan)
         self.emitted += 1 + drafts
 
-    def _run(self, output: SchedulerOutput, tokens: int, drafts: int) -> None:
-        """Run a step of so many tokens a request, which makes so many drafts of each."""
+    def _run(self, output: SchedulerOutput, tokens: int, plan: Plan) -> None:
+        """Run a step of so many tokens a request, which makes drafts by a plan."""
         output.num_scheduled_tokens = dict.fromkeys(self.blocks, tokens)
         output.total_num_scheduled_tokens = tokens * len(self.blocks)
-        output.num_spec_tokens_to_schedule = drafts
+        output.num_spec_tokens_to_schedule = plan.drafts
+        setattr(output, STEP, Step(len(self.blocks), 0, None, plan))
         self.runner.execute_model(output)
         self.runner.sample_tokens(None)
 
 
-def length_needed(counts: Sequence[int], steps: int) -> int:
-    """Tokens that a request needs for `steps` steps with each number of drafts, and for
-    the drafts of the last.
+def length_needed(plans: Sequence[Plan], steps: int) -> int:
+    """Tokens that a request needs for `steps` steps with each plan, and for the drafts
+    of the last.
     """
-    emitted = sum(steps * (1 + count) for count in counts)
-    return 2 + emitted + max(counts) + 1
+    emitted = sum(steps * (1 + plan.drafts) for plan in plans)
+    return 2 + emitted + max(plans).drafts + 1
 
 
 def blocks_per_request(
-    runner: Any, counts: Sequence[int], steps: int
+    runner: Any, plans: Sequence[Plan], steps: int
 ) -> list[int]:
     """KV blocks of such a request in each KV cache group."""
-    length = length_needed(counts, steps)
+    length = length_needed(plans, steps)
     groups = runner.kv_cache_config.kv_cache_groups
     return [-(-length // group.kv_cache_spec.block_size) for group in groups]
 
 
-def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
+def most_requests(runner: Any, plans: Sequence[Plan], steps: int) -> int:
     """The largest batch for which a number of steps can run; 0 if requests cannot be
     long enough.
     """
-    if length_needed(counts, steps) > runner.max_model_len:
+    if length_needed(plans, steps) > runner.max_model_len:
         return 0
     scheduler = runner.scheduler_config
-    blocks = sum(blocks_per_request(runner, counts, steps))
+    blocks = sum(blocks_per_request(runner, plans, steps))
     return min(
         scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens // (1 + max(counts)),
+        scheduler.max_num_batched_tokens // (1 + max(plans).drafts),
         (runner.kv_cache_config.num_blocks - 1) // max(blocks, 1),
     )
 
 
-def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]:
-    """Seconds of a decode step with each number of drafts per request.
+def time_steps(runner: Any, requests: int, plans: Sequence[Plan]) -> list[float]:
+    """Seconds of a decode step with each plan.
 
     Args:
         runner: vLLM's V2 model runner.
         requests: number of requests.
-        counts: numbers of drafts.
+        plans: what steps draft.
     """
     seconds = {}
     runner.kv_connector.set_disabled(True)
     try:
-        with DummyBatch(runner, requests, counts) as batch:
-            for count in sorted(counts, reverse=True):
+        with DummyBatch(runner, requests, plans) as batch:
+            for plan in sorted(plans, reverse=True):
                 for _ in range(WARM):
-                    batch.decode(count)
+                    batch.decode(plan)
                 wait(runner)
                 started = time.perf_counter()
                 for _ in range(TIMED):
-                    batch.decode(count)
+                    batch.decode(plan)
                 wait(runner)
-                seconds[count] = (time.perf_counter() - started) / TIMED
+                seconds[plan] = (time.perf_counter() - started) / TIMED
     finally:
         runner.kv_connector.set_disabled(False)
-    return [seconds[count] for count in counts]
+    return [seconds[plan] for plan in plans]
 
 
 def wait(runner: Any) -> None:

@@ -8,7 +8,8 @@ Overrides, each of which calls vLLM's:
     load_model        RejectionSampler, a global of vLLM's module, is ours for that
                       moment
     add_requests      reads a request's options for drafting
-    execute_model     ends the speculator's step, also after an exception
+    execute_model     reads the step's exit, and ends the speculator's step, also after an
+                      exception
     sample_tokens     our counters travel with the step's output; a step without drafts
                       is vLLM's own
     take_draft_token_ids  none after such a step
@@ -28,6 +29,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
 from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
@@ -106,9 +108,14 @@ class DraftingRunnerMixin(UpdatedRunner):
             self._logits = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
-    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(
+        self, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        step: Step | None = getattr(scheduler_output, STEP, None)
+        if step is not None:
+            self.speculator.read_at(step.drafted.exit)
         try:
-            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+            return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.speculator.end_step()
 

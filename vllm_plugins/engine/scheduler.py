@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with our choice of the number of drafts, and with our counters.
+"""vLLM's schedulers with our choice of the drafts, and with our counters.
 
-A step is chosen for when it is scheduled: it makes k drafts, which the next step
-verifies. What was chosen travels with the step as a Step, and its output tells how long
-it took and what was accepted. Under asynchronous scheduling, the next step is scheduled
+A step is chosen for when it is scheduled: it makes k drafts at an exit, which the next
+step verifies. What was chosen travels with the step as a Step, and its output tells how
+long it took and what was accepted. Under asynchronous scheduling, the next step is scheduled
 before that output is there.
 """
 
@@ -21,8 +21,17 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    StepCosts,
+)
+from vllm_ppd.vllm_plugins.draft_length.policy import (
+    STEP,
+    DraftPolicy,
+    Step,
+)
 from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
@@ -40,8 +49,6 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# Attribute that we add to a SchedulerOutput
-STEP = "vllm_ppd_step"
 # Kinds of requests for their acceptance: sampling or greedy, and the same with a match
 # in their own text
 KINDS = 4
@@ -49,8 +56,7 @@ GREEDY = 1
 LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
-# Of a step without drafts, and of one with all
-GUESSED_SECONDS = [1.0, 1.2]
+GUESSED_COST = 1.2  # of a step with all drafts, over one without
 LOG_SECONDS = 10.0  # between lines about the choice
 
 
@@ -103,6 +109,7 @@ class DraftingScheduler(CountingScheduler):
         # None: always as many drafts as configured. `policy` is vLLM's, of its queues.
         self.draft_policy: DraftPolicy | None = None
         self.drafts = self.num_spec_tokens  # that the latest step makes
+        self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         self._kinds: dict[str, int] = {}  # of the requests
@@ -126,7 +133,11 @@ class DraftingScheduler(CountingScheduler):
         """Choose by the seconds of steps from here on; None: not measured."""
         if table is None:
             counts = [0, self.num_spec_tokens]
-            table = CostTable(sizes=[1], counts=counts, seconds=[GUESSED_SECONDS])
+            exits = self.config.num_exits
+            row = [1.0, *[GUESSED_COST] * exits]
+            table = CostTable(
+                sizes=[1], counts=counts, exits=exits, seconds=[row]
+            )
         executor = self.parallel_config.distributed_executor_backend
         # Every rank has a scheduler there, and their clocks differ.
         clock = (
@@ -188,10 +199,12 @@ class DraftingScheduler(CountingScheduler):
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
+        alike = len(verified) in (0, len(decoding))
+        exit = self.exit if before else 0
         step = Step(
             requests=len(decoding),
             prompt_tokens=prompt,
-            verified=before if len(verified) in (0, len(decoding)) else None,
+            verified=Plan(before, exit) if alike else None,
             drafted=self._chosen(
                 decoding,
                 min(ahead, self.max_num_scheduled_tokens),
@@ -199,8 +212,8 @@ class DraftingScheduler(CountingScheduler):
             ),
         )
         setattr(scheduler_output, STEP, step)
-        scheduler_output.num_spec_tokens_to_schedule = step.drafted
-        self.drafts = step.drafted
+        self.drafts, self.exit = step.drafted
+        scheduler_output.num_spec_tokens_to_schedule = self.drafts
 
     def _beside_prompts(
         self, scheduler_output: SchedulerOutput
@@ -227,15 +240,17 @@ class DraftingScheduler(CountingScheduler):
         decoding: Collection[str],
         ahead: int,
         scheduler_output: SchedulerOutput,
-    ) -> int:
+    ) -> Plan:
         requests = len(scheduler_output.num_scheduled_tokens)
         if self.max_requests is not None and requests > self.max_requests:
             self.report({BATCH_SIZE: 1})
-            return 0
+            return NO_DRAFTS
         policy = self.draft_policy
         if policy is None:
             by_batch_size: int = scheduler_output.num_spec_tokens_to_schedule
-            return self.num_spec_tokens if self.config.adaptive else by_batch_size
+            return Plan(
+                self.num_spec_tokens if self.config.adaptive else by_batch_size
+            )
         # Lookups alone wait for a match
         waits = self.config.spec.looks_up_alone and (
             self._matched != self._may_draft
@@ -244,7 +259,7 @@ class DraftingScheduler(CountingScheduler):
             self._choose_anew(policy, decoding, ahead)
         if policy.exploring:
             self.report({"exploration_steps": 1})
-        elif decoding and not policy.latest:
+        elif decoding and not policy.latest.drafts:
             reason = COST if self._may_draft else NO_MATCH
             suppressed = len(decoding) * self.num_spec_tokens
             self.report({reason: 1, "suppressed_drafts": suppressed})
@@ -269,7 +284,7 @@ class DraftingScheduler(CountingScheduler):
         if policy.current != before:
             self._log_choice(len(decoding), before)
 
-    def _log_choice(self, requests: int, before: int) -> None:
+    def _log_choice(self, requests: int, before: Plan) -> None:
         now = time.monotonic()
         if now - self._last_log < LOG_SECONDS:
             return
@@ -279,14 +294,20 @@ class DraftingScheduler(CountingScheduler):
         )
         choice = self.draft_policy.best
         logger.info(
-            "vllm-ppd: %d drafts in place of %d at %d requests: %.2f of the tokens in "
-            "%.2f of the seconds of a step",
-            choice.drafts,
-            before,
+            "vllm-ppd: %s in place of %s at %d requests: %.2f of the tokens in %.2f of "
+            "the seconds of a step",
+            self._in_words(choice.plan),
+            self._in_words(before),
             requests,
             choice.tokens,
             choice.cost,
         )
+
+    def _in_words(self, plan: Plan) -> str:
+        drafts = f"{plan.drafts} drafts"
+        if self.config.num_exits == 1 or not plan.drafts:
+            return drafts
+        return f"{drafts} at layer {self.config.exits[plan.exit]}"
 
     # Outputs --------------------------------------------------------------------------
 
@@ -330,10 +351,9 @@ class DraftingScheduler(CountingScheduler):
         learns = policy is None or policy.learns(step)
         if verified and learns:
             names, kinds, emitted = self._accepted(verified, output)
-            if self._watch is not None and step.verified:
-                self._watch.observe(
-                    len(names), step.verified, sum(emitted) - len(names)
-                )
+            if self._watch is not None and step.verified is not None:
+                accepted = sum(emitted) - len(names)
+                self._watch.observe(len(names), step.verified.drafts, accepted)
         if policy is not None:
             policy.observe(
                 step,
@@ -371,12 +391,13 @@ class DraftingScheduler(CountingScheduler):
     ) -> None:
         """Count a step of decoding alone, and its seconds if it had no drafts."""
         tokens = sum(map(len, sampled)) / step.requests
-        steps, durations, lengths = SERVED if step.drafted else SERVED_PLAIN
+        drafts = step.drafted.drafts
+        steps, durations, lengths = SERVED if drafts else SERVED_PLAIN
         counts = {steps: 1.0, durations: seconds, lengths: tokens}
-        if step.drafted:
+        if drafts:
             assert self.draft_policy is not None
             cost = self.draft_policy.seconds.relative(
-                step.requests, 0, 0, step.drafted
+                step.requests, 0, NO_DRAFTS, step.drafted
             )[0]
             counts[WITHOUT_DRAFTS] = seconds * tokens / cost
         self.report(counts)

@@ -182,6 +182,13 @@ class Speculator(DraftModelSpeculator):
         """A request was given a row: it is new, or resumed after preemption."""
         self.options.add(row, params)
 
+    def read_at(self, exit: int) -> None:
+        """Choose where the coming step's drafts are read, before it begins.
+
+        Args:
+            exit: index of one of the configured exit layers.
+        """
+
     def begin_step(self, batch: Any) -> None:
         """Begin a step whose inputs are prepared, before the target runs."""
 
@@ -240,7 +247,8 @@ class Speculator(DraftModelSpeculator):
         graph = None
         if manager is not None:
             dispatched = manager.dispatch(requests, requests, 1, 0)
-            if dispatched.cg_mode == CUDAGraphMode.FULL:
+            full = dispatched.cg_mode == CUDAGraphMode.FULL
+            if full and dispatched in manager.graphs:
                 graph = dispatched
         if end is not None:
             self.staging.stage(

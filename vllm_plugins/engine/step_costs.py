@@ -23,7 +23,7 @@ from vllm_ppd.heads.folder import CONFIG_NAME
 from vllm_ppd.heads.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
@@ -36,8 +36,8 @@ NOT_STEPS = {
     "step_costs",
     "heads_summary",
 }
-# (requests, counts of drafts) -> seconds of a step with each
-TimeSteps = Callable[[int, Sequence[int]], list[float]]
+# (requests, plans) -> seconds of a step with each
+TimeSteps = Callable[[int, Sequence[Plan]], list[float]]
 
 
 def costs_of_engine(
@@ -83,7 +83,13 @@ def costs_of_engine(
     # must not depend on whether steps were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
-        table = measure_table(time_steps, largest, counts, group.broadcast_object)
+        table = measure_table(
+            time_steps,
+            largest,
+            counts,
+            group.broadcast_object,
+            config.num_exits,
+        )
     np.random.set_state(random)  # noqa: NPY002
     seconds = time.perf_counter() - started
     logger.info(
@@ -165,11 +171,19 @@ def heads_content(folder: str | None) -> dict[str, str]:
 
 
 def summary(table: CostTable) -> str:
-    """A summary such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`."""
+    """A summary such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`, with a share
+    for each exit.
+    """
     most = table.counts[-1]
-    parts = [
-        f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts "
-        f"{row[-1] / row[0] - 1:+.0%}"
-        for size, row in zip(table.sizes, table.seconds, strict=True)
-    ]
+    parts = []
+    for size, row in zip(table.sizes, table.seconds, strict=True):
+        shares = [
+            f"{seconds / row[0] - 1:+.0%}"
+            for plan, seconds in zip(table.plans, row, strict=True)
+            if plan.drafts == most
+        ]
+        parts.append(
+            f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts "
+            f"{' or '.join(shares)}"
+        )
     return "; ".join(parts)

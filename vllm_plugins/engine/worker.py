@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_steps import (
@@ -54,7 +54,7 @@ class StepCostsMixin(UpdatedWorker):
             config,
             runner.vllm_config,
             runner.speculator.counters,
-            most_requests(runner, counts, STEPS),
+            most_requests(runner, plans_of(counts, config.num_exits), STEPS),
             counts,
             functools.partial(time_steps, runner),
         )

@@ -3,17 +3,32 @@
 policy are the real ones, and arithmetic gives the seconds of each step.
 """
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from conftest import full_but
-from simulated import ENGINES, Fixed, Load, Result, probability, run, table_of
+from simulated import (
+    ENGINES,
+    Fixed,
+    Load,
+    Result,
+    Roofline,
+    probability,
+    run,
+    table_of,
+)
 
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.costs import (
+    NO_DRAFTS,
+    CostTable,
+    Plan,
+    StepCosts,
+)
+from vllm_ppd.vllm_plugins.draft_length.policy import PROBE, DraftPolicy, Step
 
 K = 3
 STEPS = 3000
@@ -89,14 +104,14 @@ def served(
         random.Random(1),
     )
     result = run(
-        engine, DraftPolicy(table, 1), loads, lambda _: accepts, skip=skip
+        engine, DraftPolicy(table, 1), loads, lambda *_: accepts, skip=skip
     )
     fixed = [
         run(
             engine,
-            Fixed(count),
+            Fixed(Plan(count)),
             loads,
-            lambda _: accepts,
+            lambda *_: accepts,
             skip=skip,
         ).gain
         for count in counts
@@ -167,7 +182,7 @@ def test_drafts_come_back_where_the_text_changes() -> None:
     good = probability(2.5, K)
     loads = [Load(16)] * 12000
     result = run(
-        engine, policy, loads, lambda step: poor if step < 2000 else good
+        engine, policy, loads, lambda step, _: poor if step < 2000 else good
     )
     assert not any(result.drafts[1900:2000])
     assert result.drafts[-500:].count(K) > 490
@@ -184,7 +199,7 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
             engine,
             policy,
             [Load(requests)] * 1500,
-            lambda _: accepts,
+            lambda *_: accepts,
         )
         assert result.drafts[-500:].count(drafts) > 450
 
@@ -210,7 +225,7 @@ def test_by_the_table_alone_no_clock_is_read() -> None:
             engine,
             policy,
             loads,
-            lambda _: accepts,
+            lambda *_: accepts,
             noise=noise,
         )
         chosen.append(result.drafts)
@@ -225,30 +240,27 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
             Step(
                 4,
                 0,
-                K,
-                K,
+                Plan(K),
+                Plan(K),
             ),
             None,
             ["a", "b"],
             [0, 1],
             [3, 3],
         )
-    assert (
-        policy.choose(
-            2,
-            0,
-            ["a", "b"],
-            [0, 1],
-        )
-        == K
-    )
+    assert policy.choose(
+        2,
+        0,
+        ["a", "b"],
+        [0, 1],
+    ) == Plan(K)
     for _ in range(64):
         drafts = policy.choose(
             40,
             0,
             ["a"],
             [0],
-        )
+        ).drafts
     assert drafts == 0
     assert (
         policy.choose(
@@ -257,7 +269,7 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
             [],
             [],
         )
-        == 0
+        == NO_DRAFTS
     )
 
 
@@ -281,3 +293,59 @@ def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:
     assert measure.sizes_to_measure(512, 3) == [512, 128, 1, 16, 64, 256]
     assert measure.sizes_to_measure(1, 3) == [1]
     assert measure.sizes_to_measure(20, 5) == [20, 1, 16]
+
+
+def with_exits(*shares: float) -> Roofline:
+    """An engine with early exits behind shares of its layers."""
+    engine = ENGINES["70B"]
+    exits = tuple(share * engine.weights for share in shares)
+    return dataclasses.replace(engine, drafting=2e-4, exits=exits)
+
+
+@pytest.mark.parametrize(
+    ("shares", "lengths", "best"),
+    [
+        ((1 / 8, 1 / 4, 1 / 2), (1.2, 2.0, 2.5), Plan(K, 1)),
+        ((1 / 8, 1 / 2), (1.1, 2.5), Plan(K, 1)),
+        ((1 / 8, 1 / 2), (2.0, 2.4), Plan(K, 0)),
+        ((1 / 8, 1 / 2), (1.05, 1.1), NO_DRAFTS),
+    ],
+)
+@pytest.mark.parametrize("requests", [4, 16])
+def test_the_best_exit_is_found(
+    requests: int,
+    shares: tuple[float, ...],
+    lengths: tuple[float, ...],
+    best: Plan,
+) -> None:
+    """By acceptance and seconds of each, and poor ones cost little on the way."""
+    engine = with_exits(*shares)
+    rates = [probability(length, K) for length in lengths]
+    table = table_of(engine, [0, K], 64, random.Random(1))
+    result, fixed = (
+        run(
+            engine,
+            policy,
+            [Load(requests)] * 4000,
+            lambda _, exit: rates[exit],
+            skip=2000,
+        )
+        for policy in (DraftPolicy(table, 1), Fixed(best))
+    )
+    assert result.gain >= 0.98 * fixed.gain >= 0.98
+    assert result.plans.count(best) >= 0.9 * len(result.plans)
+
+
+def test_the_exit_follows_the_text() -> None:
+    engine = with_exits(1 / 8, 1 / 4)
+    policy = DraftPolicy(table_of(engine, [0, K], 16, None), 1)
+    rates = [probability(length, K) for length in (1.3, 2.2)]
+    result = run(
+        engine,
+        policy,
+        [Load(16)] * 6000,
+        lambda step, exit: rates[exit if step < 2000 else 0],
+    )
+    assert result.plans[1500:2000].count(Plan(K, 1)) > 450
+    # The deeper exit no longer pays; one exploration may come
+    assert result.plans[-200:].count(Plan(K, 1)) <= PROBE

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP
 from vllm_ppd.vllm_plugins.engine.scheduler import (
     GREEDY,
     LOOKED_UP,
     OPTED_OUT,
-    STEP,
     DraftingScheduler,
 )
 
@@ -26,7 +26,9 @@ def scheduler() -> Any:
     names = ("greedy", "sampling", "out", "prompt")
     vars(made).update(
         config=SimpleNamespace(
-            adaptive=True, spec=SimpleNamespace(looks_up_alone=False)
+            adaptive=True,
+            num_exits=1,
+            spec=SimpleNamespace(looks_up_alone=False),
         ),
         parallel_config=SimpleNamespace(distributed_executor_backend="mp"),
         requests={
@@ -44,6 +46,7 @@ def scheduler() -> Any:
         _matched=False,
         _matches=([], []),
         _watch=None,
+        exit=0,
         log_stats=False,
         max_num_scheduled_tokens=2048,
         max_requests=None,
@@ -73,9 +76,9 @@ def test_steps_are_described(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def choose(*args: Any) -> int:
+    def choose(*args: Any) -> Plan:
         seen.append(args)
-        return K
+        return Plan(K)
 
     monkeypatch.setattr(scheduler.draft_policy, "choose", choose)
     decoding = dict.fromkeys(("greedy", "sampling", "out"), 1 + K)

@@ -6,10 +6,12 @@ States are stored by request row on the device, K + 1 per request: of the newest
 and of each draft. Whether a step uses them depends on the schedule alone, so that all
 ranks agree and none waits for a token's value:
 
-    deep    every request decodes and was drafted for: the last stack alone
-    mixed   some have states, and prompts join: the first stack over the tokens without
-            a state, the last one over all
+    deep    every request decodes and was drafted for: the layers behind the exit alone
+    mixed   some have states, and prompts join: the layers before the exit over the
+            tokens without a state, those behind it over all
     full    vLLM's own forward
+
+All states are of one exit, since a step reads its drafts at one.
 """
 
 from typing import Any, Literal
@@ -88,6 +90,7 @@ class DeferredKV:
         self.width = num_drafts + 1
         self.nobody = rows * self.width  # state index of padding
         self.mode: Mode = "full"  # of the current step
+        self.exit = 0  # index of the exit whose states are saved
         # Request rows whose states the next step may use
         self.drafted = np.zeros(rows, dtype=bool)
         self.saved = saved
@@ -140,6 +143,21 @@ class DeferredKV:
             self._fresh = batch, np.flatnonzero(~known), index
         async_tensor_h2d(state_rows, out=self.state_rows[:padded])
 
+    def note_drafted(
+        self, rows: np.ndarray, drafted: np.ndarray, exit: int
+    ) -> None:
+        """Note which states the next step may use. Those of another exit expire.
+
+        Args:
+            rows: [requests] of the step.
+            drafted: [requests] bool, whether their states are valid.
+            exit: index of the exit at which the states were saved.
+        """
+        if exit != self.exit:
+            self.exit = exit
+            self.drafted[:] = False
+        self.drafted[rows] = drafted
+
     def end_step(self) -> None:
         """End the step; dummy steps, which do not begin, are vLLM's own forward."""
         self.mode = "full"
@@ -151,11 +169,12 @@ class DeferredKV:
         positions: torch.Tensor,
         passes: Any,
     ) -> CutState:
-        """The states of the step's tokens after the first stack: [tokens, hidden] each.
+        """The states of the step's tokens at the exit: [tokens, hidden] each.
 
         Args:
             input_ids, positions: [tokens] of the step.
-            passes: run the first stack for requests without states (FirstStackPasses).
+            passes: run the layers before the exit for requests without states
+                (ShallowPasses).
         """
         state = self.saved.load(self.state_rows[: positions.shape[-1]])
         if self._fresh is not None:
@@ -163,7 +182,7 @@ class DeferredKV:
             write(
                 state,
                 index,
-                passes.of_requests(*self._fresh, input_ids, positions),
+                passes.of_requests(self.exit, *self._fresh, input_ids, positions),
             )
         return state
 
@@ -172,7 +191,8 @@ class DeferredKVCut(ModelCut):
     """The cut target; its forward starts from the saved states of a step that has them."""
 
     deferred: DeferredKV | None = None
-    passes: Any = None  # FirstStackPasses
+    passes: Any = None  # ShallowPasses
+    exit = 0  # index of the exit at which the step's drafts are read
 
     def forward(
         self,
@@ -183,12 +203,34 @@ class DeferredKVCut(ModelCut):
     ) -> torch.Tensor | CutState:
         if self.deferred is None or self.deferred.mode == "full":
             return super().forward(input_ids, positions, state, inputs_embeds)
-        saved = self.deferred.states(input_ids, positions, self.passes)
-        return self.stacks[-1](positions, *self.in_graph_buffers(saved))
+        output: Any = self.deferred.states(input_ids, positions, self.passes)
+        for stack in self.stacks[self.deferred.exit + 1 :]:
+            output = stack(positions, *self.in_graph_buffers(output))
+        return output
+
+    def shallow(
+        self, exit: int, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> CutState:
+        """Run the layers before an exit, outside of CUDA graphs by pieces.
+
+        Args:
+            exit: its index.
+            input_ids, positions: [tokens].
+
+        Returns:
+            States, [tokens, hidden].
+        """
+        embeddings = self.embeddings(input_ids)
+        state: CutState = self.start(
+            self.stacks[0], input_ids, positions, embeddings
+        )
+        for stack in self.stacks[1 : exit + 1]:
+            state = stack(positions, *state)
+        return state
 
     def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run the first stack over one token per staged request, and keep its state for
-        the next step.
+        """Run the layers before the exit over one token per staged request, and keep
+        its state for the next step.
 
         Args:
             offset: tokens from the newest one, which is at 0.

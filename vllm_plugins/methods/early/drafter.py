@@ -2,10 +2,10 @@
 """Early drafting (PPD, ParaDecode): drafts are read at an exit layer, one after the
 other.
 
-    shallow   first stack on b, read the exit -> d1; first stack on d1, read -> d2; ...;
-              first stack on dn
-    deep      in the next step: last stack over [b, d1..dn] from the kept states ->
-              logits, and the deep KV of all
+    shallow   layers before the exit on b, read it -> d1; the same layers on d1, read ->
+              d2; ...; the same layers on dn
+    deep      in the next step: layers behind the exit over [b, d1..dn] from the kept
+              states -> logits, and the deep KV of all
 
 Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n *
 l/L + 1 full passes per cycle.
@@ -27,27 +27,26 @@ if TYPE_CHECKING:
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts at one exit layer; a request stops at a draft whose confidence is not
+    """Drafts at one exit layer a step; a request stops at a draft whose confidence is not
     above gamma (ParaDecode, eq. 1).
     """
 
     def load(self, config: DraftingConfig, target: Target) -> None:
-        assert config.exit_layer is not None
-        self.exit_layer = config.exit_layer
         self.gamma = config.gamma
-        self.cut = target.cut_after((config.exit_layer,), DeferredKVCut)
+        self.cut = target.cut_after(config.exits, DeferredKVCut)
         heads = early_heads(config, target.device, target.dtype)
         self.reader = EarlyReader(self.cut.adapter, target.lm_head, heads)
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids = step.newest_ids
         readings = []
+        exit_layer = self.cut.exit_layers[self.cut.exit]
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
             state = self.cut.run(offset, token_ids)
             sampling = step.sampling and step.sampling.ahead(offset)
             reading = self.reader.read(
-                self.exit_layer,
+                exit_layer,
                 state,
                 sampling,
                 with_confidence,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of the target's first stack outside of vLLM's own step on runner V2, into the
-target's paged KV cache.
+"""Passes of the target's layers before an exit, outside of vLLM's own step on runner V2,
+into the target's paged KV cache.
 """
 
 from collections.abc import Iterable
@@ -16,22 +16,23 @@ from vllm.v1.worker.gpu.attn_utils import (
     build_slot_mappings_by_layer,
 )
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 logger = init_logger("vllm.vllm_ppd")
 
 
-class FirstStackPasses:
+class ShallowPasses:
     """One token per request between steps, and the tokens of some requests within one.
 
     Args:
         speculator: our speculator, which stages the requests and has vLLM's KV cache
-            and attention groups of the first stack.
+            and attention groups of the layers before the last exit.
         cut: of the target.
     """
 
-    def __init__(self, speculator: Any, cut: ModelCut) -> None:
+    def __init__(self, speculator: Any, cut: DeferredKVCut) -> None:
         self.speculator = speculator
         self.cut = cut
         self.vllm_config: Any = speculator.vllm_config
@@ -77,7 +78,8 @@ class FirstStackPasses:
         self.bounds = bounds
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """The first stack on a token of each staged request; rows of padding write no KV.
+        """The layers before the step's exit on a token of each staged request; rows of
+        padding write no KV.
 
         Args:
             offset: of the tokens from the newest ones; 0 first.
@@ -124,14 +126,7 @@ class FirstStackPasses:
                 slot_mapping=slots,
             ),
         ):
-            embeddings = self.cut.embeddings(input_ids)
-            state: CutState = self.cut.start(
-                self.cut.stacks[0],
-                input_ids,
-                positions,
-                embeddings,
-            )
-            return state
+            return self.cut.shallow(self.cut.exit, input_ids, positions)
 
     def _bring_up_to_date(
         self,
@@ -174,7 +169,7 @@ class FirstStackPasses:
     def _metadata(
         self, bounds: torch.Tensor | None, **batch: Any
     ) -> dict[str, Any]:
-        """Metadata of the first stack's layers; inside a CUDA graph they are computed
+        """Metadata of the layers before the last exit; inside a CUDA graph they are computed
         again at every replay.
 
         So vLLM's metadata for capture are never used: some backends (Triton's) set the
@@ -195,15 +190,17 @@ class FirstStackPasses:
 
     def of_requests(
         self,
+        exit: int,
         batch: Any,
         requests: np.ndarray,
         index: torch.Tensor,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
     ) -> CutState:
-        """The first stack over every token of some requests.
+        """The layers before an exit over every token of some requests.
 
         Args:
+            exit: its index.
             batch: of the step, vLLM's InputBatch.
             requests: places in the batch.
             index: [tokens] indices of their tokens in the step.
@@ -244,10 +241,9 @@ class FirstStackPasses:
             num_tokens=len(index),
             slot_mapping=slots,
         ):
-            state: CutState = self.cut.stacks[0](
-                input_ids.index_select(0, index), token_positions
+            return self.cut.shallow(
+                exit, input_ids.index_select(0, index), token_positions
             )
-        return state
 
 
 def on_device(groups: Iterable[Any]) -> bool:

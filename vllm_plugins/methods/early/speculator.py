@@ -3,11 +3,13 @@
 separate CUDA graphs.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
     ModelCudaGraphManager,
@@ -19,12 +21,37 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
     SavedStates,
 )
 from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyExitDrafter
-from vllm_ppd.vllm_plugins.methods.early.passes import FirstStackPasses, on_device
+from vllm_ppd.vllm_plugins.methods.early.passes import ShallowPasses, on_device
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+
+class GraphsByExit(dict[Any, Any]):
+    """The CUDA graphs of one of vLLM's managers, for the current exit.
+
+    vLLM drops the managers of its memory profile by name, so each kind of graph has
+    one manager for all exits.
+
+    Args:
+        current: gives the index of the exit.
+    """
+
+    def __init__(self, current: Callable[[], int]) -> None:
+        self.current = current
+
+    def __setitem__(self, desc: Any, graph: Any) -> None:
+        super().__setitem__((self.current(), desc), graph)
+
+    def __getitem__(self, desc: Any) -> Any:
+        return super().__getitem__((self.current(), desc))
+
+    def __contains__(self, desc: Any) -> bool:
+        return super().__contains__((self.current(), desc))
 
 
 class DeferredKVSpeculator(Speculator):
-    """Runs the first stack for the drafter, keeps its states, and completes the
-    deferred KV in the next step.
+    """Runs the layers before an exit for the drafter, keeps their states, and completes
+    the deferred KV in the next step.
     """
 
     drafter: EarlyExitDrafter
@@ -57,22 +84,24 @@ class DeferredKVSpeculator(Speculator):
             saved,
             self.counters,
         )
-        self.passes = FirstStackPasses(self, cut)
+        self.passes = ShallowPasses(self, cut)
         cut.deferred = self.deferred
         cut.passes = self.passes
 
     def set_attn(
         self, model_state: Any, kv_cache_config: Any, *args: Any
     ) -> None:
-        """Set metadata builders for the first stack's layers: the target's own, and its
-        KV cache.
+        """Set metadata builders for the layers before the last exit: the target's own,
+        and its KV cache.
         """
         names = [
             name
             for group in kv_cache_config.kv_cache_groups
             for name in group.layer_names
         ]
-        self.draft_attn_layer_names = set(self.cut.attention_layers(0, names))
+        for level in range(len(self.cut.exit_layers)):
+            layers = self.cut.attention_layers(level, names)
+            self.draft_attn_layer_names.update(layers)
         super(Speculator, self).set_attn(model_state, kv_cache_config, *args)
         self.draft_attn_layer_names = set()
         self.passes.capturable = on_device(
@@ -94,16 +123,46 @@ class DeferredKVSpeculator(Speculator):
             mode,
             self.deferred.width,
         )
+        for manager in (self.graphs, self.sampled_graphs):
+            if manager is not None:
+                manager.graphs = GraphsByExit(lambda: self.cut.exit)
+        self.deep_graphs.graphs = GraphsByExit(lambda: self.deferred.exit)
 
     def capture(self) -> None:
         """Capture the drafts, and the deep pass for the shapes of vLLM's own graphs of
         the whole model, in whose place it then runs.
+
+        The first exit always has graphs. Others have theirs while twice the memory that
+        the first one's took is left.
         """
-        super().capture()
-        runner = self.runner
         graphs = self.deep_graphs
-        if graphs is None or not graphs.needs_capture():
-            return
+        if graphs is not None and not graphs.needs_capture():
+            graphs = None
+        before = free_memory()
+        needed = 0
+        for exit, layer in enumerate(self.cut.exit_layers):
+            if free_memory() < 2 * needed:
+                logger.warning(
+                    "vllm-ppd: too little memory is left for CUDA graphs of exit layer "
+                    "%d: it drafts without; lower --gpu-memory-utilization or "
+                    "--max-num-seqs, or leave the layer out",
+                    layer,
+                )
+                break
+            self.cut.exit = exit
+            self.deferred.exit = exit
+            super().capture()
+            if graphs is not None:
+                self._capture_deep(graphs)
+            needed = needed or before - free_memory()
+        self.cut.exit = 0
+        self.deferred.exit = 0
+        if graphs is not None:
+            self._replay_deep(graphs)
+
+    def _capture_deep(self, graphs: ModelCudaGraphManager) -> None:
+        """Capture the deep pass behind the current exit."""
+        runner = self.runner
         self.deferred.mode = "deep"
         self.deferred.state_rows.zero_()
         try:
@@ -119,14 +178,17 @@ class DeferredKVSpeculator(Speculator):
             )
         finally:
             self.deferred.end_step()
-        stock = runner.cudagraph_manager.run_fullgraph
+
+    def _replay_deep(self, graphs: ModelCudaGraphManager) -> None:
+        """Have deep steps replay their graphs in place of the whole model's."""
+        stock = self.runner.cudagraph_manager.run_fullgraph
 
         def run_fullgraph(desc: Any) -> Any:
             if self.deferred.mode == "deep" and desc in graphs.graphs:
                 return graphs.run_fullgraph(desc)
             return stock(desc)  # a full forward is right for every step
 
-        runner.cudagraph_manager.run_fullgraph = run_fullgraph
+        self.runner.cudagraph_manager.run_fullgraph = run_fullgraph
 
     def prepare_capture(
         self,
@@ -144,6 +206,9 @@ class DeferredKVSpeculator(Speculator):
     def add_request(self, row: int, params: Any) -> None:
         super().add_request(row, params)
         self.deferred.drafted[row] = False
+
+    def read_at(self, exit: int) -> None:
+        self.cut.exit = exit
 
     def begin_step(self, batch: Any) -> None:
         # Token IDs do not describe the content of a multimodal prompt.
@@ -166,5 +231,13 @@ class DeferredKVSpeculator(Speculator):
                 batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
             )
             drafted = ends >= batch.prefill_len_np
-            self.deferred.drafted[batch.idx_mapping_np] = drafted
+            self.deferred.note_drafted(
+                batch.idx_mapping_np, drafted, self.cut.exit
+            )
         return drafts
+
+
+def free_memory() -> int:
+    """Bytes that are free on the first tensor-parallel rank's device."""
+    free: int = torch.accelerator.get_memory_info()[0]
+    return int(get_tp_group().broadcast_object(free))

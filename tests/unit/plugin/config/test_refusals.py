@@ -78,6 +78,18 @@ def refused(message: str) -> Iterator[None]:
         ),
         (f"{GROUP} --ppd-exit-layer 6", r"exit_layer=6 is outside 1\.\.5"),
         (
+            f"{GROUP} --ppd-exit-layer 3,4",
+            r"exit_layer=\[3, 4\] cannot split .*; give one layer in 3\.\.5",
+        ),
+        (
+            f"{PPD} --ppd-exit-layer 2,6",
+            r"exit_layer=\[2, 6\] is outside 1\.\.5",
+        ),
+        (
+            f"{PPD} --ppd-exit-layer 2,4 --ppd-adaptive false",
+            r"exit_layer=\[2, 4\] needs adaptive, .* give one layer",
+        ),
+        (
             f"{GROUP} --ppd-prompt-lookup-min 2",
             "prompt_lookup_min=2 is not supported",
         ),
@@ -278,7 +290,7 @@ def test_heads_of_another_target_or_exit(
     with refused(
         "exit_layer=3 has no head in .*, which has heads for layers 2, 4"
     ):
-        from_dict(tiny_model(), {"exit_layer": 3, "model": folder})
+        from_dict(tiny_model(), {"exit_layer": [2, 3], "model": folder})
     early = str(heads_folder(exit_layers=(2,)))
     with refused(
         r"have no exit in 3\.\.5, where a worker group's stages can be split"

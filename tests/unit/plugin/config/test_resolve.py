@@ -35,6 +35,16 @@ def test_default_exit_is_the_middle_and_on_a_gpu_a_quarter() -> None:
     assert resolved({}, on_cpu=False, stages=2).exit_layer == 6
 
 
+def test_several_exits(tiny_model: Factory) -> None:
+    flags = "--speculative-model ppd --ppd-exit-layer"
+    config = drafting(from_flags(tiny_model(), f"{flags} 2,4"))
+    assert (config.exit_layer, config.exits) == ([2, 4], (2, 4))
+    assert "exit layer 2 or 4 of 6" in config.summary()
+    assert drafting(from_flags(tiny_model(), f"{flags} 4")).exits == (4,)
+    assert resolved({"exit_layer": [4]}).exit_layer == 4
+    assert resolved({"method": "cp"}).exits == ()
+
+
 @pytest.mark.parametrize(("num_layers", "split"), [(6, 3), (7, 4), (2, 1)])
 def test_stages_of_a_worker_group_are_split_in_the_middle(
     num_layers: int, split: int
