@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ppd.kernels.lookup import Texts
+from vllm_ppd.kernels.lookup import Texts, Trials
 
 BLOCK = 1024  # places of a text that a program compares
 
@@ -50,6 +50,33 @@ def look_up(
         K=drafts.shape[1],
         BLOCKS=triton.next_power_of_2(blocks),
         PLACES=triton.next_power_of_2(drafts.shape[1]),
+    )
+
+
+def judge(
+    texts: Texts,
+    rows: torch.Tensor,
+    kinds: torch.Tensor,
+    looked_up: torch.Tensor,
+    own: torch.Tensor,
+    trials: Trials,
+    gains: torch.Tensor,
+) -> None:
+    drafts = own.shape[1]
+    _judge[(len(rows),)](
+        texts.token_ids,
+        texts.token_ids.stride(0),
+        texts.lengths,
+        rows,
+        kinds,
+        looked_up,
+        looked_up.stride(0),
+        own,
+        own.stride(0),
+        *trials,
+        gains,
+        K=drafts,
+        PLACES=triton.next_power_of_2(drafts),
     )
 
 
@@ -129,3 +156,58 @@ def _follow(
         token.to(tl.int64),
         mask=followed,
     )
+
+
+@triton.jit
+def _judge(
+    token_ids,
+    stride,
+    lengths,
+    rows,
+    kinds,  # [requests]
+    looked_up,  # [requests, K]
+    looked_up_stride,
+    own,  # [requests, K]
+    own_stride,
+    trial_lengths,  # [request rows + 1]
+    trial_kinds,  # [request rows + 1]
+    trial_drafts,  # [request rows + 1, 2, K]
+    gains,  # [kinds]
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """End a request's trial and begin another. Counts are whole numbers, so their sums
+    do not depend on the order of the programs.
+    """
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    if row >= 0:
+        place = tl.arange(0, PLACES)
+        inside = place < K
+        length = tl.load(lengths + row)
+        began = tl.load(trial_lengths + row)
+        if (began > 0) & (length - began >= K):
+            text = token_ids + row * stride + began
+            token = tl.load(text + place, mask=inside, other=-2)
+            of_text = trial_drafts + row * 2 * K + place
+            draft = tl.load(of_text, mask=inside, other=-1)
+            gained = tl.min(tl.where(draft == token, K, place))
+            draft = tl.load(of_text + K, mask=inside, other=-1)
+            gained -= tl.min(tl.where(draft == token, K, place))
+            tl.atomic_add(gains + tl.load(trial_kinds + row), gained)
+            began = 0
+        if began == 0:
+            kind = tl.load(kinds + request)
+            tl.store(trial_lengths + row, tl.where(kind > 1, length, 0))
+            tl.store(trial_kinds + row, kind)
+            of_text = trial_drafts + row * 2 * K + place
+            draft = tl.load(
+                looked_up + request * looked_up_stride + place,
+                mask=inside,
+                other=0,
+            )
+            tl.store(of_text, draft, mask=inside)
+            draft = tl.load(
+                own + request * own_stride + place, mask=inside, other=0
+            )
+            tl.store(of_text + K, draft, mask=inside)

@@ -9,10 +9,11 @@ from methods import METHODS
 from test_drafts_that_pay import follow
 
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.lookup import LONGEST
+from vllm_ppd.vllm_plugins.engine.lookup import LIMIT, LONGEST
 
 pytestmark = pytest.mark.engine
-LOOKUP = {"prompt_lookup_min": 2}
+LOOKUP = {"prompt_lookup_min": 2}  # the default beside heads
+NO_LOOKUP = {"prompt_lookup_min": 0}
 REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2)]
 PARAMS = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
 
@@ -26,7 +27,7 @@ def test_output_is_the_same_and_more_is_accepted(
     """Texts that repeat themselves beside others, greedy and sampled."""
     expected = generate(engine(on_v2=True), REQUESTS, PARAMS)
     accepted = []
-    for options in ({}, LOOKUP):
+    for options in (NO_LOOKUP, {}):
         llm = drafting(METHODS[name] | options)
         with counting(llm) as seen:
             assert generate(llm, REQUESTS, PARAMS) == expected
@@ -59,27 +60,27 @@ def test_nothing_is_drafted_where_nothing_repeats(
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
 
 
-def followed(text: list[int], shortest: int) -> list[int]:
-    """What followed the longest earlier match of a text's end, the latest of several,
-    again and again.
+def followed(text: list[int], shortest: int) -> tuple[int, list[int]]:
+    """(Tokens of the longest earlier match of a text's end, the latest of several; what
+    followed it, again and again).
     """
     for length in range(LONGEST, shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[-length:]:
-                return text[start + length :] * 5
-    return []
+                return length, text[start + length :] * 5
+    return 0, [0]
 
 
-def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
+def test_the_longest_match_is_taken_if_its_kind_gained(
     drafting: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = drafting(METHODS["cp"] | LOOKUP)
+    llm = drafting(METHODS["cp"])
     speculator = runner_of(llm).speculator
     states = runner_of(llm).req_states
     own: list[torch.Tensor] = []
     propose = speculator.drafter.propose
     draft = speculator._draft
-    rows_seen = [0, 0]
+    rows_seen = [0, 0, 0]  # no match, left, taken
 
     def noted(step: DraftInputs) -> Drafts:
         drafts = propose(step)
@@ -87,6 +88,7 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
         return drafts
 
     def checked(requests: int, sampled: bool) -> None:
+        gains = speculator.lookup.gains.tolist()
         draft(requests, sampled)
         rows = speculator.staging.staged.rows[:requests].tolist()
         made = speculator.draft_tokens[:requests].tolist()
@@ -99,13 +101,37 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
             if row >= 0:
                 length = int(states.total_len.gpu[row])
                 text = states.all_token_ids.gpu[row, :length].tolist()
-                match = followed(text, LOOKUP["prompt_lookup_min"])[: len(tokens)]
-                rows_seen[bool(match)] += 1
-                expected = match or of_method.tolist()
-                assert tokens[: len(expected)] == expected
+                length, match = followed(text, LOOKUP["prompt_lookup_min"])
+                kind = 2 * length + (match[0] == int(of_method[0]))
+                taken = gains[kind] > 0
+                rows_seen[(length > 0) + taken] += 1
+                expected = match if taken else of_method.tolist()
+                assert tokens == expected[: len(tokens)]
 
     monkeypatch.setattr(speculator.drafter, "propose", noted)
     monkeypatch.setattr(speculator, "_draft", checked)
     repeated = {"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}
+    speculator.lookup.gains[4:6] = -1  # matches of two tokens
     generate(llm, [repeated, *prompts(2)], greedy(12))
+    speculator.lookup.forget()
     assert min(rows_seen) > 3
+
+
+def test_heads_draft_where_texts_mislead(drafting: Factory) -> None:
+    """Sampled text has short matches that mean little. Counters follow, there and back."""
+    llm = drafting(METHODS["cp"])
+    lookup = runner_of(llm).speculator.lookup
+    params = [greedy(120, temperature=1.0, seed=seed) for seed in range(8)]
+    rates = []
+    for always in (True, False):
+        lookup.forget()
+        lookup.alone = always
+        with counting(llm) as seen:
+            generate(llm, prompts(8), params)
+        rates.append(seen["accepted"] / seen["drafts"])
+    assert rates[1] > 1.02 * rates[0]
+    assert min(lookup.gains) < -10
+    lookup.gains[2:] = -LIMIT
+    generate(llm, REQUESTS, greedy(150))
+    assert max(lookup.gains) > 0
+    lookup.forget()
