@@ -111,8 +111,8 @@ def test_the_longest_match_is_taken_if_its_kind_gained(
     monkeypatch.setattr(speculator.drafter, "propose", noted)
     monkeypatch.setattr(speculator, "_draft", checked)
     repeated = {"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}
-    speculator.lookup.gains[4:6] = -1  # matches of two tokens
-    generate(llm, [repeated, *prompts(2)], greedy(12))
+    speculator.lookup.gains[4:14] = -LIMIT  # matches of two to six tokens
+    generate(llm, [repeated, *prompts(2)], greedy(32))
     speculator.lookup.forget()
     assert min(rows_seen) > 3
 

@@ -24,7 +24,10 @@ from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
 WINDOW = 32768  # latest tokens of a text that are searched
-# Right drafts that a kind of match may be ahead or behind, so that it follows a change
+# Right drafts that a kind of match is ahead at first: most are, and a rare kind should
+# not be left for a single trial
+START = 4
+# That it may be ahead or behind, so that it follows a change
 LIMIT = 64
 
 
@@ -69,7 +72,7 @@ class Lookup:
     def forget(self) -> None:
         """Forget what drafts gained."""
         self.gains[:2] = 0  # no match
-        self.gains[2:] = 1
+        self.gains[2:] = START
 
     def add_request(self, row: int) -> None:
         """A request was given a row: it is new, or resumed after preemption."""
