@@ -178,7 +178,7 @@ def start_engine(
     from vllm_ppd.vllm_plugins.platform import kv_cache
 
     if speculative_config is not None and is_ours(speculative_config):
-        alone = {"adaptive": False}
+        alone: dict[str, Any] = {"adaptive": False}
         if {"model", "exit_layer"} & speculative_config.keys():
             alone["prompt_lookup_min"] = 0
         speculative_config = {**alone, **speculative_config}

@@ -42,8 +42,8 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 # Attribute that we add to a SchedulerOutput
 STEP = "vllm_ppd_step"
-# Kinds of requests for their acceptance: sampling or greedy, and the same with a match
-# in their own text
+# Kinds of requests for their acceptance: sampling or greedy, and the same with drafts
+# from their own text
 KINDS = 4
 GREEDY = 1
 LOOKED_UP = 2
