@@ -56,21 +56,12 @@ def look_up(
             drafts[request] = torch.from_numpy(text[end + 1 + places % distance])
 
 
-class Trials(NamedTuple):
-    """Drafts from the text and of the method, until K more tokens of the text are known."""
-
-    lengths: torch.Tensor  # [request rows + 1] int32, of the text; 0 for no trial
-    kinds: torch.Tensor  # [request rows + 1] int64
-    drafts: torch.Tensor  # [request rows + 1, 2, K] int64
-
-
 def judge(
     texts: Texts,
     rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding
-    kinds: torch.Tensor,  # [requests] int64, of matches; below 2 for none
-    looked_up: torch.Tensor,  # [requests, K] int64
-    own: torch.Tensor,  # [requests, K] int64, the method's
-    trials: Trials,  # written
+    drafts: torch.Tensor,  # [requests, 1 + 2 K] int64
+    began: torch.Tensor,  # [request rows + 1] int32, written
+    trials: torch.Tensor,  # [request rows + 1, 1 + 2 K] int64, written
     gains: torch.Tensor,  # [kinds] int32, written
 ) -> None:
     """Compare drafts with what the texts became, and note new ones for later.
@@ -80,30 +71,33 @@ def judge(
 
     Args:
         texts: of all requests.
-        rows, kinds, looked_up, own: of the drafts to note.
-        trials: by request row. A row has one trial at a time.
+        rows: of the drafts.
+        drafts: the kind of match, below 2 for none, the drafts from the text, and the
+            method's.
+        began: length of a row's text when its trial began; 0 for no trial. A trial ends
+            when K more tokens are known.
+        trials: such drafts on trial.
         gains: for each kind, right drafts from texts less right drafts of the method.
     """
     used = rows >= 0
     rows = rows[used]
-    kinds = kinds[used]
     lengths = texts.lengths[rows]
-    began = trials.lengths[rows]
-    places = torch.arange(own.shape[1], device=rows.device)
-    ended = (began > 0) & (lengths - began >= len(places))
-    wanted = began[:, None] * ended[:, None] + places
+    start = began[rows]
+    places = torch.arange(drafts.shape[1] // 2, device=rows.device)
+    ended = (start > 0) & (lengths - start >= len(places))
+    wanted = (start * ended)[:, None] + places
     tokens = texts.token_ids[rows[:, None], wanted]
-    right = trials.drafts[rows] == tokens[:, None]
+    trial = trials[rows]
+    right = trial[:, 1:].unflatten(1, (2, -1)) == tokens[:, None]
     accepted = right.cumprod(dim=2).sum(dim=2)
     gained = (accepted[:, 0] - accepted[:, 1]) * ended
-    gains.index_add_(0, trials.kinds[rows], gained.to(gains.dtype))
+    gains.index_add_(0, trial[:, 0], gained.int())
 
-    free = ended | (began == 0)
+    free = ended | (start == 0)
     rows = rows[free]
-    trials.lengths[rows] = torch.where(kinds > 1, lengths, 0)[free]
-    trials.kinds[rows] = kinds[free]
-    drafts = torch.stack([looked_up, own], dim=1)
-    trials.drafts[rows] = drafts[used][free]
+    drafts = drafts[used][free]
+    began[rows] = torch.where(drafts[:, 0] > 1, lengths[free], 0)
+    trials[rows] = drafts
 
 
 def longest_match(text: np.ndarray, longest: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ppd.kernels.lookup import Texts, Trials
+from vllm_ppd.kernels.lookup import Texts
 
 BLOCK = 1024  # places of a text that a program compares
 
@@ -56,27 +56,23 @@ def look_up(
 def judge(
     texts: Texts,
     rows: torch.Tensor,
-    kinds: torch.Tensor,
-    looked_up: torch.Tensor,
-    own: torch.Tensor,
-    trials: Trials,
+    drafts: torch.Tensor,
+    began: torch.Tensor,
+    trials: torch.Tensor,
     gains: torch.Tensor,
 ) -> None:
-    drafts = own.shape[1]
+    width = drafts.shape[1]
     _judge[(len(rows),)](
         texts.token_ids,
         texts.token_ids.stride(0),
         texts.lengths,
         rows,
-        kinds,
-        looked_up,
-        looked_up.stride(0),
-        own,
-        own.stride(0),
-        *trials,
+        drafts,
+        began,
+        trials,
         gains,
-        K=drafts,
-        PLACES=triton.next_power_of_2(drafts),
+        K=width // 2,
+        PLACES=triton.next_power_of_2(width),
     )
 
 
@@ -164,14 +160,9 @@ def _judge(
     stride,
     lengths,
     rows,
-    kinds,  # [requests]
-    looked_up,  # [requests, K]
-    looked_up_stride,
-    own,  # [requests, K]
-    own_stride,
-    trial_lengths,  # [request rows + 1]
-    trial_kinds,  # [request rows + 1]
-    trial_drafts,  # [request rows + 1, 2, K]
+    drafts,  # [requests, 1 + 2 K]
+    began,  # [request rows + 1]
+    trials,  # [request rows + 1, 1 + 2 K]
     gains,  # [kinds]
     K: tl.constexpr,
     PLACES: tl.constexpr,
@@ -183,31 +174,23 @@ def _judge(
     row = tl.load(rows + request)
     if row >= 0:
         place = tl.arange(0, PLACES)
-        inside = place < K
+        trial = trials + row * (1 + 2 * K)
         length = tl.load(lengths + row)
-        began = tl.load(trial_lengths + row)
-        if (began > 0) & (length - began >= K):
-            text = token_ids + row * stride + began
+        start = tl.load(began + row)
+        if (start > 0) & (length - start >= K):
+            text = token_ids + row * stride + start
+            inside = place < K
             token = tl.load(text + place, mask=inside, other=-2)
-            of_text = trial_drafts + row * 2 * K + place
-            draft = tl.load(of_text, mask=inside, other=-1)
-            gained = tl.min(tl.where(draft == token, K, place))
-            draft = tl.load(of_text + K, mask=inside, other=-1)
-            gained -= tl.min(tl.where(draft == token, K, place))
-            tl.atomic_add(gains + tl.load(trial_kinds + row), gained)
-            began = 0
-        if began == 0:
-            kind = tl.load(kinds + request)
-            tl.store(trial_lengths + row, tl.where(kind > 1, length, 0))
-            tl.store(trial_kinds + row, kind)
-            of_text = trial_drafts + row * 2 * K + place
-            draft = tl.load(
-                looked_up + request * looked_up_stride + place,
-                mask=inside,
-                other=0,
-            )
-            tl.store(of_text, draft, mask=inside)
-            draft = tl.load(
-                own + request * own_stride + place, mask=inside, other=0
-            )
-            tl.store(of_text + K, draft, mask=inside)
+            found = tl.load(trial + 1 + place, mask=inside, other=-1)
+            own = tl.load(trial + 1 + K + place, mask=inside, other=-1)
+            gained = tl.min(tl.where(found == token, K, place))
+            gained -= tl.min(tl.where(own == token, K, place))
+            tl.atomic_add(gains + tl.load(trial), gained)
+            start = start * 0
+        if start == 0:
+            inside = place < 1 + 2 * K
+            new = drafts + request * (1 + 2 * K)
+            kind = tl.load(new)
+            tl.store(began + row, tl.where(kind > 1, length, 0))
+            draft = tl.load(new + place, mask=inside, other=0)
+            tl.store(trial + place, draft, mask=inside)

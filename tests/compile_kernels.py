@@ -22,7 +22,7 @@ from vllm_ppd.kernels import (
     staging_triton,
 )
 from vllm_ppd.kernels.joint import Ngrams, Top
-from vllm_ppd.kernels.lookup import Texts, Trials
+from vllm_ppd.kernels.lookup import Texts
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
@@ -151,8 +151,8 @@ def serve(requests: int) -> None:
         numbers,
         found,
     )
-    trials = Trials(numbers, places, torch.stack([found, found], dim=1))
-    lookup_triton.judge(texts, places, places, found, found, trials, numbers)
+    drafts = torch.zeros(requests, 11, dtype=torch.int64)
+    lookup_triton.judge(texts, places, drafts, numbers, drafts, numbers)
 
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:

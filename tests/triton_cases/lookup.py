@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_ppd.kernels import lookup, lookup_triton
-from vllm_ppd.kernels.lookup import Texts, Trials
+from vllm_ppd.kernels.lookup import Texts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K = 5
@@ -119,18 +119,15 @@ def test_drafts_are_judged_by_what_the_texts_became() -> None:
     assert compared > 20 and expected[:2] == [0, 0]
     for forms, device in ((lookup, "cpu"), (lookup_triton, DEVICE)):
         gains = torch.zeros(8, dtype=torch.int32, device=device)
-        trials = Trials(
-            torch.zeros(10, dtype=torch.int32, device=device),
-            torch.zeros(10, dtype=torch.int64, device=device),
-            torch.zeros(10, 2, K, dtype=torch.int64, device=device),
-        )
+        began = torch.zeros(10, dtype=torch.int32, device=device)
+        trials = torch.zeros(10, 1 + 2 * K, dtype=torch.int64, device=device)
         texts = token_ids.to(device)
         for lengths, rows, kinds, both in steps:
             forms.judge(
                 Texts(texts, lengths.to(device)),
                 rows.to(device),
-                kinds.to(device),
-                *both.to(device),
+                torch.cat([kinds[:, None], *both], dim=1).to(device),
+                began,
                 trials,
                 gains,
             )

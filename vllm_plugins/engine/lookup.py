@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.lookup import Texts, Trials, judge, look_up
+from vllm_ppd.kernels.lookup import Texts, judge, look_up
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
@@ -60,10 +60,9 @@ class Lookup:
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
         # Of each request row, and one more for padding
         self._taken = DeviceCounts(rows + 1, device)
-        self._trials = Trials(
-            torch.zeros(rows + 1, dtype=torch.int32, device=device),
-            torch.zeros(rows + 1, dtype=torch.int64, device=device),
-            torch.zeros(rows + 1, 2, drafts, dtype=torch.int64, device=device),
+        self._began = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._trials = torch.zeros(
+            rows + 1, 1 + 2 * drafts, dtype=torch.int64, device=device
         )
         kinds = 2 * (1 + self.longest)
         self.gains = torch.zeros(kinds, dtype=torch.int32, device=device)
@@ -76,7 +75,7 @@ class Lookup:
 
     def add_request(self, row: int) -> None:
         """A request was given a row: it is new, or resumed after preemption."""
-        self._trials.lengths[row] = 0
+        self._began[row] = 0
 
     def find(self, rows: torch.Tensor) -> LookedUp:
         """Look up drafts for request rows.
@@ -115,12 +114,12 @@ class Lookup:
         """
         taken = looked_up.taken(first)
         if not self.alone:
+            kinds = looked_up.kinds(first)[:, None]
             chosen(judge, rows)(
                 self._texts(),
                 rows,
-                looked_up.kinds(first),
-                looked_up.token_ids,
-                drafts,
+                torch.cat([kinds, looked_up.token_ids, drafts], dim=1),
+                self._began,
                 self._trials,
                 self.gains,
             )
