@@ -19,6 +19,7 @@ import torch
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.lookup import Texts, judge, look_up
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
@@ -35,26 +36,29 @@ class Lookup:
     """Looks up drafts of request rows.
 
     Args:
-        shortest: tokens that must agree with an earlier place.
+        config: our options, with lookups.
         rows: request rows.
-        drafts: K.
         req_states: vLLM's RequestState.
         device: of the drafts.
+
+    Attributes:
+        shortest: tokens that must agree with an earlier place.
         alone: whether no other drafts compete.
+        gains: [kinds] int32, see kernels.lookup.judge.
     """
 
     def __init__(
         self,
-        shortest: int,
+        config: DraftingConfig,
         rows: int,
-        drafts: int,
         req_states: Any,
         device: torch.device,
-        alone: bool = False,
     ) -> None:
-        self.shortest = shortest
-        self.longest = max(shortest, LONGEST)
-        self.alone = alone
+        assert config.prompt_lookup_min
+        self.shortest = config.prompt_lookup_min
+        self.longest = max(self.shortest, LONGEST)
+        self.alone = config.spec.looks_up_alone
+        drafts = config.num_speculative_tokens
         self.states = req_states
         self.matched = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)

@@ -74,16 +74,8 @@ class Speculator(DraftModelSpeculator):
             self.config.draft_sample_method == "probabilistic" or not verified
         )
         self.lookup: Lookup | None = None
-        shortest = self.config.prompt_lookup_min
-        if shortest:
-            self.lookup = Lookup(
-                shortest,
-                rows,
-                drafts,
-                req_states,
-                device,
-                self.config.spec.looks_up_alone,
-            )
+        if self.config.prompt_lookup_min:
+            self.lookup = Lookup(self.config, rows, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._drafts = torch.arange(drafts, device=device)
         self._invalid = DeviceCount(device)
