@@ -130,7 +130,8 @@ def test_heads_draft_where_texts_mislead(
     (request,) = prompts(1)
     params = greedy(120, temperature=1.0, seed=1)
     (answer,) = generate(llm, [request], params)
-    text = [*request["prompt_token_ids"], *answer, *[0] * drafts]
+    # A step scheduled ahead drafts beyond the end
+    text = [*request["prompt_token_ids"], *answer, *[0] * 3 * drafts]
 
     def right(step: DraftInputs) -> Drafts:
         after = int(speculator.staging.staged.positions[0]) + 1
