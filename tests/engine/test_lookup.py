@@ -143,10 +143,11 @@ def test_heads_draft_where_texts_mislead(
         for always in (True, False):
             lookup.forget()
             patch.setattr(lookup, "alone", always)
-            with counting(llm) as seen:
-                assert generate(llm, [request], params) == [answer]
+            for _ in range(6):
+                with counting(llm) as seen:
+                    assert generate(llm, [request], params) == [answer]
             rates.append(seen["accepted"] / seen["drafts"])
-    assert rates[0] < 0.6 * drafts and rates[1] > 0.8 * drafts
+    assert rates[0] < 0.9 * rates[1] and rates[1] > 0.9 * drafts
     lookup.gains[2:] = -LIMIT
     generate(llm, REQUESTS, greedy(150))
     assert max(lookup.gains) > 0
