@@ -82,7 +82,7 @@ TRAINED   := $(SMOLLM)/heads
 DECODE    := $(BIN)/ppd bench decode
 ON_SMOLLM := --model $(SMOLLM)/model --data $(DATA)
 METHODS   := --heads $(KEPT)/cp $(TRAINED)/dynamo $(KEPT)/early --plain ngram --eagle $(TRAINED)/eagle \
-	--also 'cp + lookup={"model": "$(KEPT)/cp", "prompt_lookup_min": 2}'
+	--also 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
 SPEED     := --dtype bfloat16 --kv-cache-gib 0.5 --prompt-tokens 256 --batch-sizes 1,4,16 --rounds 4 --new-tokens 96
 ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --drafts 3 --dtype float32 --eager --prompt-tokens 1536 \
 	--new-tokens 64

@@ -53,6 +53,29 @@ def look_up(
     )
 
 
+def judge(
+    texts: Texts,
+    rows: torch.Tensor,
+    drafts: torch.Tensor,
+    began: torch.Tensor,
+    trials: torch.Tensor,
+    gains: torch.Tensor,
+) -> None:
+    width = drafts.shape[1]
+    _judge[(len(rows),)](
+        texts.token_ids,
+        texts.token_ids.stride(0),
+        texts.lengths,
+        rows,
+        drafts,
+        began,
+        trials,
+        gains,
+        K=width // 2,
+        PLACES=triton.next_power_of_2(width),
+    )
+
+
 @triton.jit
 def _score(
     token_ids,
@@ -129,3 +152,45 @@ def _follow(
         token.to(tl.int64),
         mask=followed,
     )
+
+
+@triton.jit
+def _judge(
+    token_ids,
+    stride,
+    lengths,
+    rows,
+    drafts,  # [requests, 1 + 2 K]
+    began,  # [request rows + 1]
+    trials,  # [request rows + 1, 1 + 2 K]
+    gains,  # [kinds]
+    K: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """End a request's trial and begin another. Counts are whole numbers, so their sums
+    do not depend on the order of the programs.
+    """
+    request = tl.program_id(0)
+    row = tl.load(rows + request)
+    if row >= 0:
+        place = tl.arange(0, PLACES)
+        trial = trials + row * (1 + 2 * K)
+        length = tl.load(lengths + row)
+        start = tl.load(began + row)
+        if (start > 0) & (length - start >= K):
+            text = token_ids + row * stride + start
+            inside = place < K
+            token = tl.load(text + place, mask=inside, other=-2)
+            found = tl.load(trial + 1 + place, mask=inside, other=-1)
+            own = tl.load(trial + 1 + K + place, mask=inside, other=-1)
+            gained = tl.min(tl.where(found == token, K, place))
+            gained -= tl.min(tl.where(own == token, K, place))
+            tl.atomic_add(gains + tl.load(trial), gained)
+            start = start * 0
+        if start == 0:
+            inside = place < 1 + 2 * K
+            new = drafts + request * (1 + 2 * K)
+            kind = tl.load(new)
+            tl.store(began + row, tl.where(kind > 1, length, 0))
+            draft = tl.load(new + place, mask=inside, other=0)
+            tl.store(trial + place, draft, mask=inside)

@@ -161,8 +161,8 @@ def start_engine(
     on_v2: bool = False,
     **settings: Any,
 ) -> Any:
-    """A vLLM engine in float32 with a small KV cache; ours always makes every draft,
-    unless told to be adaptive.
+    """A vLLM engine in float32 with a small KV cache. Ours always makes every draft, and
+    heads and exits draft without lookups, unless told otherwise.
 
     Args:
         model: its folder.
@@ -178,7 +178,10 @@ def start_engine(
     from vllm_ppd.vllm_plugins.platform import kv_cache
 
     if speculative_config is not None and is_ours(speculative_config):
-        speculative_config = {"adaptive": False, **speculative_config}
+        alone: dict[str, Any] = {"adaptive": False}
+        if {"model", "exit_layer"} & speculative_config.keys():
+            alone["prompt_lookup_min"] = 0
+        speculative_config = {**alone, **speculative_config}
 
     defaults: dict[str, Any] = {
         "dtype": "float32",

@@ -9,10 +9,10 @@ from methods import METHODS
 from test_drafts_that_pay import follow
 
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.lookup import LONGEST
+from vllm_ppd.vllm_plugins.engine.lookup import LIMIT, LONGEST
 
 pytestmark = pytest.mark.engine
-LOOKUP = {"prompt_lookup_min": 2}
+LOOKUP = {"prompt_lookup_min": 2}  # the default beside heads
 REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2)]
 PARAMS = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
 
@@ -59,18 +59,18 @@ def test_nothing_is_drafted_where_nothing_repeats(
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
 
 
-def followed(text: list[int], shortest: int) -> list[int]:
-    """What followed the longest earlier match of a text's end, the latest of several,
-    again and again.
+def followed(text: list[int], shortest: int) -> tuple[int, list[int]]:
+    """(Tokens of the longest earlier match of a text's end, the latest of several; what
+    followed it, again and again).
     """
     for length in range(LONGEST, shortest - 1, -1):
         for start in range(len(text) - length - 1, -1, -1):
             if text[start : start + length] == text[-length:]:
-                return text[start + length :] * 5
-    return []
+                return length, text[start + length :] * 5
+    return 0, [0]
 
 
-def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
+def test_the_longest_match_is_taken_if_its_kind_gained(
     drafting: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = drafting(METHODS["cp"] | LOOKUP)
@@ -79,7 +79,7 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
     own: list[torch.Tensor] = []
     propose = speculator.drafter.propose
     draft = speculator._draft
-    rows_seen = [0, 0]
+    rows_seen = [0, 0, 0]  # no match, left, taken
 
     def noted(step: DraftInputs) -> Drafts:
         drafts = propose(step)
@@ -87,6 +87,7 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
         return drafts
 
     def checked(requests: int, sampled: bool) -> None:
+        gains = speculator.lookup.gains.tolist()
         draft(requests, sampled)
         rows = speculator.staging.staged.rows[:requests].tolist()
         made = speculator.draft_tokens[:requests].tolist()
@@ -99,13 +100,56 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
             if row >= 0:
                 length = int(states.total_len.gpu[row])
                 text = states.all_token_ids.gpu[row, :length].tolist()
-                match = followed(text, LOOKUP["prompt_lookup_min"])[: len(tokens)]
-                rows_seen[bool(match)] += 1
-                expected = match or of_method.tolist()
-                assert tokens[: len(expected)] == expected
+                length, match = followed(text, LOOKUP["prompt_lookup_min"])
+                kind = 2 * length + (match[0] == int(of_method[0]))
+                taken = gains[kind] > 0
+                rows_seen[(length > 0) + taken] += 1
+                expected = match if taken else of_method.tolist()
+                assert tokens == expected[: len(tokens)]
 
     monkeypatch.setattr(speculator.drafter, "propose", noted)
     monkeypatch.setattr(speculator, "_draft", checked)
     repeated = {"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}
-    generate(llm, [repeated, *prompts(2)], greedy(12))
+    speculator.lookup.gains[4:14] = -LIMIT  # matches of two to six tokens
+    generate(llm, [repeated, *prompts(2)], greedy(32))
+    speculator.lookup.forget()
     assert min(rows_seen) > 3
+
+
+def test_heads_draft_where_texts_mislead(
+    drafting: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matches of a single token mean little, and these heads know the answer. Counters
+    follow, there and back.
+    """
+    llm = drafting(METHODS["cp"] | LOOKUP)
+    speculator = runner_of(llm).speculator
+    lookup = speculator.lookup
+    drafts = speculator.num_speculative_steps
+    monkeypatch.setattr(lookup, "shortest", 1)
+    (request,) = prompts(1)
+    params = greedy(120, temperature=1.0, seed=1)
+    (answer,) = generate(llm, [request], params)
+    # A step scheduled ahead drafts beyond the end
+    text = [*request["prompt_token_ids"], *answer, *[0] * 3 * drafts]
+
+    def right(step: DraftInputs) -> Drafts:
+        after = int(speculator.staging.staged.positions[0]) + 1
+        return Drafts(torch.tensor([text[after : after + drafts]]))
+
+    rates = []
+    with monkeypatch.context() as patch:
+        patch.setattr(speculator.drafter, "propose", right)
+        for always in (True, False):
+            lookup.forget()
+            patch.setattr(lookup, "alone", always)
+            for _ in range(6):
+                with counting(llm) as seen:
+                    assert generate(llm, [request], params) == [answer]
+            rates.append(seen["accepted"] / seen["drafts"])
+    assert rates[0] < 0.9 * rates[1] and rates[1] > 0.9 * drafts
+    lookup.gains[2:] = -LIMIT
+    for _ in range(3):
+        generate(llm, REQUESTS, greedy(150))
+    assert max(lookup.gains) > 0
+    lookup.forget()

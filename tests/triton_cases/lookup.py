@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup: both forms against a search in plain Python."""
+"""Prompt lookup: both forms against plain Python."""
 
 import pytest
 import torch
 
+from vllm_ppd.kernels import lookup, lookup_triton
 from vllm_ppd.kernels.lookup import Texts
-from vllm_ppd.kernels.lookup import look_up as reference
-from vllm_ppd.kernels.lookup_triton import look_up
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K = 5
@@ -51,7 +50,7 @@ def test_is_a_search(shortest: int, window: int) -> None:
         for row in rows.tolist()
     ]
     assert {length for length, _ in expected} >= {0, LONGEST}
-    for form, device in ((reference, "cpu"), (look_up, DEVICE)):
+    for forms, device in ((lookup, "cpu"), (lookup_triton, DEVICE)):
         matched = torch.full(
             (len(rows),),
             -7,
@@ -60,7 +59,7 @@ def test_is_a_search(shortest: int, window: int) -> None:
         )
         drafts = torch.full((len(rows), K), -7, device=device)
         texts = Texts(token_ids.to(device), lengths.to(device))
-        form(
+        forms.look_up(
             texts,
             rows.to(device),
             shortest,
@@ -72,3 +71,64 @@ def test_is_a_search(shortest: int, window: int) -> None:
         assert matched.tolist() == [length for length, _ in expected]
         for made, (_, followed) in zip(drafts.tolist(), expected, strict=True):
             assert followed is None or made == followed
+
+
+def agreeing(drafts: list[int], text: list[int]) -> int:
+    for count, (draft, token) in enumerate(zip(drafts, text, strict=True)):
+        if draft != token:
+            return count
+    return len(drafts)
+
+
+def test_drafts_are_judged_by_what_the_texts_became() -> None:
+    """Rows join, end and sleep; each has a trial at a time, of matches only."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    token_ids = numbers(2, 9, 90).int()
+    lengths = numbers(9, 9).int() + 1
+    steps = []
+    pending: dict[int, tuple[int, int, list[int], list[int]]] = {}
+    expected = [0] * 8
+    compared = 0
+    for step in range(24):
+        lengths = lengths + numbers(K + 2, 9).int() * (lengths < 60)
+        rows = torch.randperm(9, generator=generator)[: 5 + step % 3]
+        rows[1] = -1
+        kinds = numbers(8, len(rows))
+        both = numbers(2, 2, len(rows), K)
+        steps.append((lengths, rows, kinds, both))
+        for place, row in enumerate(rows.tolist()):
+            if row < 0:
+                continue
+            length = int(lengths[row])
+            if row in pending:
+                began, kind, *drafts = pending[row]
+                if length - began < K:
+                    continue
+                text = token_ids[row, began : began + K].tolist()
+                gained = [agreeing(made, text) for made in drafts]
+                expected[kind] += gained[0] - gained[1]
+                compared += gained[0] != gained[1]
+                del pending[row]
+            kind = int(kinds[place])
+            if kind > 1:
+                pending[row] = (length, kind, *both[:, place].tolist())
+    assert compared > 20 and expected[:2] == [0, 0]
+    for forms, device in ((lookup, "cpu"), (lookup_triton, DEVICE)):
+        gains = torch.zeros(8, dtype=torch.int32, device=device)
+        began = torch.zeros(10, dtype=torch.int32, device=device)
+        trials = torch.zeros(10, 1 + 2 * K, dtype=torch.int64, device=device)
+        texts = token_ids.to(device)
+        for lengths, rows, kinds, both in steps:
+            forms.judge(
+                Texts(texts, lengths.to(device)),
+                rows.to(device),
+                torch.cat([kinds[:, None], *both], dim=1).to(device),
+                began,
+                trials,
+                gains,
+            )
+        assert gains.tolist() == expected

@@ -128,12 +128,15 @@ class DraftingOptions(BaseModel):
         "cache; measure: measure them again, for instance after a change that makes "
         "the machine faster or slower",
     )
-    prompt_lookup_min: Count | None = Field(
+    prompt_lookup_min: int | None = Field(
         None,
+        ge=0,
         le=32,
-        description="look first in each request's prompt and output: if at least "
+        description="look in each request's prompt and output, too: if at least "
         "this many of its last tokens have occurred there before, the tokens after "
-        "them are the draft (default: no lookup, try 2; with method lookup 3)",
+        "them are the draft, unless the method's drafts are accepted more often. 0 "
+        "turns this off (default: 2; 3 with method lookup; off with verify false and "
+        "with pipeline parallelism)",
     )
     disable_by_batch_size: Count | None = Field(
         None,

@@ -355,7 +355,12 @@ def refuse_options(
             f"draft_sample_method has no effect with {final}, which verifies no "
             "draft; leave it out"
         )
-    if final and options.prompt_lookup_min is not None:
+    if options.prompt_lookup_min == 0 and config.spec.looks_up_alone:
+        raise OptionError(
+            "prompt_lookup_min=0 leaves no drafts without heads; give at least 1, or "
+            "heads"
+        )
+    if final and options.prompt_lookup_min:
         raise OptionError(
             f"prompt_lookup_min={options.prompt_lookup_min} is not supported with "
             f"{final}; leave it out"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Default number of requests up to which a worker group runs; larger loads fill the
 # pipeline with batches.
 GROUP_CUT_OFF = 8
+# Least tokens of a match beside a method's drafts, which compete with the text's
+BESIDE = 2
 # Defaults of prompt lookup alone
 LOOKUP: dict[str, Any] = {
     "prompt_lookup_min": 3,
@@ -57,6 +59,9 @@ def resolve(
     given = options.model_fields_set
     method = METHODS[options.method]
     defaults: dict[str, Any] = {}
+    # Tokens of a group and unverified tokens are final
+    if options.verify and stages == 1:
+        defaults["prompt_lookup_min"] = BESIDE
     if method.looks_up_alone:
         defaults = dict(LOOKUP)
     if "exit_layer" in method.options:

@@ -25,16 +25,31 @@ if TYPE_CHECKING:
 
 
 class LookedUp(NamedTuple):
-    """Drafts that were looked up in the requests' own texts; they take the place of the
-    method's.
-    """
+    """Drafts that were looked up in the requests' own texts."""
 
-    matched: (
-        torch.Tensor
-    )  # [requests] bool, whether the request has looked-up drafts
-    token_ids: (
-        torch.Tensor
-    )  # [requests, K] int64, arbitrary where there is no match
+    # [requests] int32, latest tokens that an earlier place has, too; 0 for no match
+    matched: torch.Tensor
+    # [requests, K] int64, arbitrary where there is no match
+    token_ids: torch.Tensor
+    gains: torch.Tensor  # [kinds] int32, above 0 for kinds that are taken
+
+    def kinds(self, first: torch.Tensor) -> torch.Tensor:
+        """The kinds of matches, by their length and by whether both sources begin with
+        the same draft: [requests] int64.
+
+        Args:
+            first: the method's first draft [requests].
+        """
+        same = first == self.token_ids[:, 0]
+        return 2 * self.matched + same.long()
+
+    def taken(self, first: torch.Tensor) -> torch.Tensor:
+        """Which requests take these drafts in place of the method's: [requests] bool.
+
+        Args:
+            first: the method's first draft [requests].
+        """
+        return self.gains[self.kinds(first)] > 0
 
 
 @dataclass(frozen=True)
@@ -52,8 +67,8 @@ class DraftInputs:
     sampling: Sampling | None  # None: every draft is the best token
     # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
     context: torch.Tensor | None
-    # Drafts that will replace the method's: a method whose drafts run layers of the
-    # target must run them over these.
+    # Drafts that may replace the method's: a method whose drafts run layers of the
+    # target must run them over those that are taken.
     looked_up: LookedUp | None
 
 

@@ -2,6 +2,12 @@
 """Prompt lookup, row by row: a request whose text repeats itself drafts the tokens that
 followed, and others keep the method's drafts.
 
+A match counts by its length and by whether the text continues with the method's first
+draft. Each such kind has a counter of what the text's drafts gained over the method's
+(kernels/lookup.py, judge), and the text's are taken while it is positive. The counters
+stay on the device and follow token IDs alone, so every tensor-parallel rank has the
+same.
+
 vLLM keeps every token of every request on the device for it. Output does not depend on
 the source of a draft (verification.py).
 """
@@ -12,39 +18,68 @@ import numpy as np
 import torch
 
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.lookup import Texts, look_up
+from vllm_ppd.kernels.lookup import Texts, judge, look_up
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.device_count import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
 WINDOW = 32768  # latest tokens of a text that are searched
+# Right drafts that a kind of match is ahead at first: most are, and a rare kind should
+# not be left for a single trial
+START = 4
+# That it may be ahead or behind, so that it follows a change
+LIMIT = 64
 
 
 class Lookup:
     """Looks up drafts of request rows.
 
     Args:
-        shortest: tokens that must agree with an earlier place.
+        config: our options, with lookups.
         rows: request rows.
-        drafts: K.
         req_states: vLLM's RequestState.
         device: of the drafts.
+
+    Attributes:
+        shortest: tokens that must agree with an earlier place.
+        alone: whether no other drafts compete.
+        gains: [kinds] int32, see kernels.lookup.judge.
     """
 
     def __init__(
         self,
-        shortest: int,
+        config: DraftingConfig,
         rows: int,
-        drafts: int,
         req_states: Any,
         device: torch.device,
     ) -> None:
-        self.shortest = shortest
+        assert config.prompt_lookup_min
+        self.shortest = config.prompt_lookup_min
+        self.longest = max(self.shortest, LONGEST)
+        self.alone = config.spec.looks_up_alone
+        drafts = config.num_speculative_tokens
         self.states = req_states
         self.matched = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
         # Of each request row, and one more for padding
-        self._found = DeviceCounts(rows + 1, device)
+        self._taken = DeviceCounts(rows + 1, device)
+        self._began = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._trials = torch.zeros(
+            rows + 1, 1 + 2 * drafts, dtype=torch.int64, device=device
+        )
+        kinds = 2 * (1 + self.longest)
+        self.gains = torch.zeros(kinds, dtype=torch.int32, device=device)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what drafts gained."""
+        self.gains[:2] = 0  # no match
+        self.gains[2:] = START
+
+    def add_request(self, row: int) -> None:
+        """A request was given a row: it is new, or resumed after preemption."""
+        self._began[row] = 0
 
     def find(self, rows: torch.Tensor) -> LookedUp:
         """Look up drafts for request rows.
@@ -52,25 +87,57 @@ class Lookup:
         Args:
             rows: [requests] int64, -1 for padding, which has no match.
         """
-        states = self.states
         matched = self.matched[: len(rows)]
         tokens = self.tokens[: len(rows)]
         chosen(look_up, rows)(
-            Texts(states.all_token_ids.gpu, states.total_len.gpu),
+            self._texts(),
             rows,
             self.shortest,
-            max(self.shortest, LONGEST),
+            self.longest,
             WINDOW,
             matched,
             tokens,
         )
-        found = matched > 0
-        self._found.value[rows] = found.long()
-        return LookedUp(found, tokens)
+        return LookedUp(matched, tokens, self.gains)
 
-    def found(self, rows: np.ndarray) -> list[int]:
-        """Whether request rows had a match in the latest step that the device has ended:
-        [rows], 0 or 1.
+    def choose(
+        self,
+        rows: torch.Tensor,
+        looked_up: LookedUp,
+        first: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Write looked-up drafts over those of the method where they are taken, and
+        count what came of earlier ones.
+
+        Args:
+            rows: as given to find.
+            looked_up: what it returned.
+            first: the method's first drafts as proposed [requests].
+            drafts: the method's [requests, K], written.
         """
-        matches: list[int] = self._found.seen[rows].tolist()
-        return matches
+        taken = looked_up.taken(first)
+        if not self.alone:
+            kinds = looked_up.kinds(first)[:, None]
+            chosen(judge, rows)(
+                self._texts(),
+                rows,
+                torch.cat([kinds, looked_up.token_ids, drafts], dim=1),
+                self._began,
+                self._trials,
+                self.gains,
+            )
+            self.gains.clamp_(-LIMIT, LIMIT)
+        torch.where(taken[:, None], looked_up.token_ids, drafts, out=drafts)
+        self._taken.value[rows] = taken.long()
+
+    def _texts(self) -> Texts:
+        states = self.states
+        return Texts(states.all_token_ids.gpu, states.total_len.gpu)
+
+    def taken(self, rows: np.ndarray) -> list[int]:
+        """Whether request rows took looked-up drafts in the latest step that the device
+        has ended: [rows], 0 or 1.
+        """
+        taken: list[int] = self._taken.seen[rows].tolist()
+        return taken

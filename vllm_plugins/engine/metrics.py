@@ -63,7 +63,7 @@ COUNTERS = {
         "Times a request's drafts were dropped, as logits were not finite."
     ),
     "lookup_steps": (
-        "Engine steps after which drafts were looked up for a request "
+        "Engine steps after which a request took looked-up drafts "
         "(prompt_lookup_min)."
     ),
     "unverified_tokens": (

@@ -55,7 +55,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         # vLLM sets this for its own lookups, too
         dense = (
             {}
-            if config.prompt_lookup_min is None
+            if not config.prompt_lookup_min
             else {"use_dense_all_token_ids": True}
         )
         with temporarily(
@@ -138,8 +138,8 @@ class DraftingRunnerMixin(UpdatedRunner):
             self.speculator.counters.attach(output.model_runner_output)
             if self.speculator.lookup is not None:
                 rows = state.input_batch.idx_mapping_np
-                found = self.speculator.lookup.found(rows)
-                setattr(output.model_runner_output, MATCHED, found)
+                taken = self.speculator.lookup.taken(rows)
+                setattr(output.model_runner_output, MATCHED, taken)
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:

@@ -49,8 +49,8 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# Kinds of requests for their acceptance: sampling or greedy, and the same with a match
-# in their own text
+# Kinds of requests for their acceptance: sampling or greedy, and the same with drafts
+# from their own text
 KINDS = 4
 GREEDY = 1
 LOOKED_UP = 2

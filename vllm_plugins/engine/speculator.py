@@ -74,9 +74,8 @@ class Speculator(DraftModelSpeculator):
             self.config.draft_sample_method == "probabilistic" or not verified
         )
         self.lookup: Lookup | None = None
-        shortest = self.config.prompt_lookup_min
-        if shortest is not None:
-            self.lookup = Lookup(shortest, rows, drafts, req_states, device)
+        if self.config.prompt_lookup_min:
+            self.lookup = Lookup(self.config, rows, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._drafts = torch.arange(drafts, device=device)
         self._invalid = DeviceCount(device)
@@ -181,6 +180,8 @@ class Speculator(DraftModelSpeculator):
     def add_request(self, row: int, params: Any) -> None:
         """A request was given a row: it is new, or resumed after preemption."""
         self.options.add(row, params)
+        if self.lookup is not None:
+            self.lookup.add_request(row)
 
     def read_at(self, exit: int) -> None:
         """Choose where the coming step's drafts are read, before it begins.
@@ -281,9 +282,9 @@ class Speculator(DraftModelSpeculator):
         # vLLM embeds and verifies each of them, so an INVALID one becomes a token.
         token_ids = self.draft_tokens[places]
         torch.clamp(drafts.token_ids, min=0, out=token_ids)
-        if looked_up is not None:
-            matched = looked_up.matched[:, None]
-            torch.where(matched, looked_up.token_ids, token_ids, out=token_ids)
+        if self.lookup is not None and looked_up is not None:
+            first = drafts.token_ids[:, 0]
+            self.lookup.choose(rows, looked_up, first, token_ids)
 
         # Padding, row -1, may use none.
         usable = self.options.on_device[rows, Setting.MAX_DRAFTS]

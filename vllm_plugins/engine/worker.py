@@ -50,7 +50,7 @@ class StepCostsMixin(UpdatedWorker):
         counts = counts_of(config.num_speculative_tokens, runner.device.type)
         if again:
             config = config.model_copy(update={"step_costs": "measure"})
-        return costs_of_engine(
+        table = costs_of_engine(
             config,
             runner.vllm_config,
             runner.speculator.counters,
@@ -58,6 +58,9 @@ class StepCostsMixin(UpdatedWorker):
             counts,
             functools.partial(time_steps, runner),
         )
+        if runner.speculator.lookup is not None:
+            runner.speculator.lookup.forget()  # dummy requests
+        return table
 
 
 if current_platform.is_cpu():

@@ -41,6 +41,7 @@ class EarlyExitDrafter(Drafter):
         token_ids = step.newest_ids
         readings = []
         exit_layer = self.cut.exit_layers[self.cut.exit]
+        looked_up = step.looked_up
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
             state = self.cut.run(offset, token_ids)
@@ -53,10 +54,11 @@ class EarlyExitDrafter(Drafter):
             )
             readings.append(reading)
             token_ids = reading.token_ids
-            if step.looked_up is not None:
-                matched, looked_up_ids = step.looked_up
+            if looked_up is not None:
+                if offset == 0:
+                    taken = looked_up.taken(token_ids)
                 token_ids = torch.where(
-                    matched, looked_up_ids[:, offset], token_ids
+                    taken, looked_up.token_ids[:, offset], token_ids
                 )
         # For the last draft's state, from which the deep pass starts
         self.cut.run(step.num_drafts, token_ids)

@@ -93,6 +93,7 @@ def refused(message: str) -> Iterator[None]:
             f"{GROUP} --ppd-prompt-lookup-min 2",
             "prompt_lookup_min=2 is not supported",
         ),
+        (f"{PPD} --ppd-prompt-lookup-min 0", "leaves no drafts without heads"),
         (f"{GROUP} --ppd-adaptive true", "adaptive has no effect with pipeline"),
         (
             f"{GROUP} --ppd-draft-sample-method greedy",

@@ -126,6 +126,25 @@ def test_heads_recommend_a_draft_vocabulary(
     assert config.draft_vocab_size == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "stages", "expected"),
+    [
+        ({"method": "cp"}, 1, 2),
+        ({"exit_layer": 4}, 1, 2),
+        ({"method": "lookup"}, 1, 3),
+        ({"method": "cp", "prompt_lookup_min": 0}, 1, 0),
+        ({"method": "dynamo", "verify": False}, 1, None),
+        ({}, 2, None),
+    ],
+)
+def test_lookups_are_the_default_where_drafts_are_verified(
+    given: dict[str, Any], stages: int, expected: int | None
+) -> None:
+    config = resolved(given, stages=stages)
+    assert config.prompt_lookup_min == expected
+    assert ("lookup from" in config.summary()) == bool(expected)
+
+
 def test_summary_names_what_drafts() -> None:
     line = resolved({"prompt_lookup_min": 2, "exit_layer": 4}).summary()
     for part in (
