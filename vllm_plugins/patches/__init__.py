@@ -61,6 +61,11 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
         requests.validate_params,
     ),
     (
+        "vllm.sampling_params:SamplingParams",
+        "_validate_spec_decode",
+        requests.validate_spec_decode,
+    ),
+    (
         "vllm.v1.engine.async_llm:AsyncLLM",
         "generate",
         requests.checked_before_streaming,

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import check
+from vllm_ppd.vllm_plugins.registry import OURS
 
 _signature = functools.cache(inspect.signature)
 
@@ -24,6 +25,20 @@ def validate_params(
     if config is not None:
         check(params, config)
     return original(self, params, *args, **kwargs)
+
+
+def validate_spec_decode(
+    original: Callable[..., None], self: Any, speculative_config: Any
+) -> None:
+    """SamplingParams._validate_spec_decode: allow min_p and logit_bias.
+
+    vLLM's sampler applies them to each row of logits, and our verification accepts only
+    the tokens that this sampler draws.
+    """
+    if speculative_config is None:
+        return
+    if not str(speculative_config.model).startswith(OURS):
+        original(self, speculative_config)
 
 
 def checked_before_streaming(
