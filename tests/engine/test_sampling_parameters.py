@@ -3,6 +3,7 @@
 output is that of vLLM alone, and drafts are accepted.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -111,8 +112,7 @@ def test_custom_logits_processors_see_drafts(
     expected = generate(engine(on_v2=True, **settings), requests, params)
     assert expected != generate(engine(on_v2=True), requests, params)
     for tokens in expected[::2]:
-        pairs = zip(tokens, tokens[1:], strict=False)
-        assert all(first != second for first, second in pairs)
+        assert all(first != second for first, second in pairwise(tokens))
     llm = drafting(METHODS["cp"], **settings)
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected
