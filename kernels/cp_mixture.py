@@ -129,8 +129,8 @@ def draft_chain(
         first_token: the token that the target sampled; -1 leaves the weights as they
             are. None: draft all positions.
         sampling: rows at a temperature of at least 1e-5 sample in proportion to
-            mixture^(1/temperature), cut to their top-k and top-p; the other rows take
-            the arg-max (None: all rows do).
+            mixture^(1/temperature), as draw_rows does; the other rows take the arg-max
+            (None: all rows do).
         token_ids: the entries' token IDs, on which the noise of samples depends.
 
     Returns:

@@ -20,7 +20,6 @@ from vllm_ppd.kernels.sampling import (
     Sampling,
     draw_as,
     is_greedy,
-    truncated,
 )
 
 TINY = torch.finfo(torch.float32).tiny
@@ -361,6 +360,26 @@ def conditional(
         share = weights / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
         result = torch.where((order == m)[:, None], share, result)
     return result
+
+
+def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Cut distributions [rows, entries] to the rows' top-k, then to their top-p, and
+    renormalize them, as vLLM does. Entries that tie with the last kept entry stay.
+    """
+    entries = probs.shape[-1]
+    ascending = probs.sort(dim=-1).values
+    last = (entries - sampling.top_k.long()).clamp(min=0)
+    least = ascending.gather(-1, last[:, None])
+    ascending = ascending.masked_fill(ascending < least, 0.0)
+    below = ascending.cumsum(dim=-1)
+    dropped_share = 1 - sampling.top_p.to(below.dtype)
+    dropped = below <= dropped_share[:, None] * below[:, -1:]
+    dropped[:, -1] = False
+    ascending = ascending.masked_fill(dropped, 0.0)
+    positive = torch.where(ascending > 0, ascending, torch.inf)
+    least = positive.amin(dim=-1, keepdim=True)
+    kept = torch.where(probs >= least, probs, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=TINY)
 
 
 def draw_ngrams(

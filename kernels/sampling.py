@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling that all drafters share: temperatures, distributions, noise, draws, and
-which drafts are accepted.
+"""Sampling that all drafters share: temperatures, noise, draws, and which drafts are
+accepted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ UNLIMITED = 1 << 30  # a top-k
 
 
 class Sampling(NamedTuple):
-    """The sampling parameters of each row, which apply in vLLM's order: temperature,
-    top-k, top-p.
+    """The sampling parameters of each row.
 
     Tokens are drawn with the random numbers that vLLM's runner V2 uses for the target's
     (exponential).
@@ -25,7 +24,7 @@ class Sampling(NamedTuple):
     temperature: (
         torch.Tensor
     )  # [rows] float32; below 1e-5 the row takes the best token
-    top_k: torch.Tensor  # [rows], at least the vocabulary's size: no limit
+    top_k: torch.Tensor  # [rows], UNLIMITED: no limit
     top_p: torch.Tensor  # [rows] float32 in (0, 1]
     seeds: torch.Tensor  # [rows] int64
     positions: torch.Tensor  # [rows] int64, of the token before the drawn one
@@ -70,51 +69,14 @@ def divisor(temperature: torch.Tensor) -> torch.Tensor:
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
 
 
-def known_unlimited(limits: torch.Tensor, bound: float) -> bool:
-    """Whether no row's limit is below a bound; checked only on the CPU, without a wait,
-    to save a slow sort.
+def least_weight(sampling: Sampling) -> torch.Tensor:
+    """The least weight exp((logit - peak) / T) of entries that are drawn: [rows].
+
+    An entry of probability above 1 - p is always within top-p, and one above 1 / k
+    within top-k. These bounds relative to the likeliest entry cost no search of the
+    row, and lose no accepted drafts against the limits themselves (docs/methods.md).
     """
-    return limits.device.type == "cpu" and bool((limits >= bound).all())
-
-
-def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Cut distributions [rows, entries] to the rows' top-k and top-p and renormalise
-    them.
-
-    The k most probable entries are kept, and of those the fewest that together hold p
-    of their mass; entries that tie with the last kept entry stay, too. Without limits,
-    the distributions are returned as they are.
-    """
-    entries = probs.shape[-1]
-    any_k = not known_unlimited(sampling.top_k, entries)
-    any_p = not known_unlimited(sampling.top_p, 1)
-    if not any_k and not any_p:
-        return probs
-    ascending = probs.sort(dim=-1).values
-    if any_k:
-        last = (entries - sampling.top_k.long()).clamp(min=0, max=entries - 1)
-        least = ascending.gather(-1, last[:, None])
-        ascending = ascending.masked_fill(ascending < least, 0.0)
-    if any_p:
-        below = ascending.cumsum(dim=-1)
-        dropped_share = 1 - sampling.top_p.to(below.dtype)
-        dropped = below <= dropped_share[:, None] * below[:, -1:]
-        dropped[:, -1] = False
-        ascending = ascending.masked_fill(dropped, 0.0)
-    positive = torch.where(ascending > 0, ascending, torch.inf)
-    least = positive.amin(dim=-1, keepdim=True)
-    kept = torch.where(probs >= least, probs, 0.0)
-    total = kept.sum(dim=-1, keepdim=True)
-    return kept / total.clamp(min=torch.finfo(kept.dtype).tiny)
-
-
-def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Softmax of logits [rows, entries] at the rows' temperatures, cut to their top-k
-    and top-p: float32 or float64.
-    """
-    logits = at_least_float32(logits)
-    probs = torch.softmax(logits / divisor(sampling.temperature), dim=-1)
-    return truncated(probs, sampling)
+    return torch.maximum(1 - sampling.top_p, 1 / sampling.top_k)
 
 
 WORD = (1 << 32) - 1
@@ -161,8 +123,8 @@ def draw_rows(
     # [entries] or [rows, entries] int64, the entries' IDs; None: 0, 1, ...
     token_ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw an entry of each row at its temperature, within its top-k and top-p; take
-    the best at temperature 0.
+    """Draw an entry of each row at its temperature, of those that reach least_weight;
+    take the best at temperature 0.
 
     Returns:
         [rows] int64, INVALID where a row's greatest logit is not finite.
@@ -170,24 +132,26 @@ def draw_rows(
     logits = at_least_float32(logits)
     peak, best = logits.max(dim=-1)
     # Raw logits overflow float32 at low temperatures.
-    probs = distribution(logits - peak[:, None], sampling)
-    drawn = draw_as(probs, sampling, token_ids)
+    scores = (logits - peak[:, None]) / divisor(sampling.temperature)
+    weights = scores.exp()
+    outside = weights < least_weight(sampling)[:, None]
+    drawn = draw_as(weights.masked_fill(outside, 0.0), sampling, token_ids)
     entries = torch.where(is_greedy(sampling.temperature), best, drawn)
     return torch.where(peak.isfinite(), entries, INVALID)
 
 
 def draw_as(
-    probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None
+    weights: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Draw an entry of each row of probabilities [rows, entries] with its request's
-    random numbers: [rows] int64.
+    """Draw an entry of each row in proportion to weights [rows, entries] with its
+    request's random numbers: [rows] int64.
 
     An exponential race gives a sample without multinomial's wait for the device.
     """
     if token_ids is None:
-        token_ids = torch.arange(probs.shape[1], device=probs.device)
+        token_ids = torch.arange(weights.shape[1], device=weights.device)
     variates = exponential(sampling.seeds, sampling.positions, token_ids)
-    return (probs / variates).argmax(dim=-1)
+    return (weights / variates).argmax(dim=-1)
 
 
 def accept_drawn(

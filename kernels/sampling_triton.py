@@ -4,10 +4,8 @@
 keys    values and columns packed into integers, so that one maximum finds the best
         value and its lowest column; the order is torch's: -inf < ... < -0 = 0 < ... <
         inf < NaN
-draw    a program per row. Top-k and top-p keep the entries whose weight reaches a
-        bound, which is searched four bits at a time: each read of the row counts what
-        sixteen candidates would keep. Rows without limits are read twice: for the
-        peak, and for an exponential race
+draw    a program per row, which is read twice: for the peak, and for an exponential
+        race of the entries that reach the least weight
 accept  drafts that equal the tokens drawn at their positions
 """
 
@@ -47,7 +45,6 @@ def values_of(keys):
 
 
 BLOCK_V = 2048  # entries at a time
-BLOCK_S = 512  # entries at a time while a bound is searched
 COLDEST = tl.constexpr(reference.GREEDY_BELOW)
 INVALID = tl.constexpr(reference.INVALID)
 WORD_1 = tl.constexpr(reference.MULTIPLIERS[0])
@@ -103,58 +100,6 @@ def _logits(
     return column, logits.to(tl.float32)
 
 
-@triton.jit
-def _mass(
-    line,
-    entries,
-    peak,
-    heat,
-    floor,
-    BLOCK: tl.constexpr,
-):
-    """The sum of a row's weights that reach the floor; arguments as in _least."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, entries, BLOCK):
-        _, logit = _logits(line, start, entries, BLOCK)
-        weight = tl.exp((logit - peak) / heat)
-        total += tl.where(weight < floor, 0.0, weight)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _least(
-    line,  # where the row's logits begin
-    entries,
-    peak,
-    heat,
-    floor,  # weights below it do not count
-    wanted,  # how much to keep: a number of entries, or a sum of weights
-    BY_WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The greatest bound at which a row still keeps as much as wanted; weights are
-    exp((logit - peak) / T).
-    """
-    low = tl.zeros((), tl.int32)
-    for step in tl.static_range(8):
-        # Bits of positive float32 numbers, which sort as the numbers do.
-        candidates = low + (tl.arange(0, 16) << (28 - 4 * step))
-        bounds = candidates.to(tl.float32, bitcast=True)
-        kept = tl.zeros((16,), tl.float32)
-        for start in range(0, entries, BLOCK):
-            _, logit = _logits(line, start, entries, BLOCK)
-            weight = tl.exp((logit - peak) / heat)
-            weight = tl.where(weight >= floor, weight, 0.0)
-            amount = weight if BY_WEIGHT else (weight > 0).to(tl.float32)
-            # Candidates above 1.0, the greatest weight, may be NaN, which no weight
-            # reaches.
-            reached = weight[:, None] >= bounds[None, :]
-            kept += tl.sum(tl.where(reached, amount[:, None], 0.0), axis=0)
-        enough = (kept >= wanted) & (candidates >= 0) & (candidates <= 0x3F800000)
-        low = tl.max(tl.where(enough, candidates, low), axis=0)
-    return low.to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["number"])
 def _draw(
     logits,  # [rows, entries]
@@ -167,7 +112,6 @@ def _draw(
     entries,
     number,  # index of this draw
     BLOCK: tl.constexpr,
-    BLOCK_LEAST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
@@ -182,17 +126,8 @@ def _draw(
     token = columns_of(tl.max(best, axis=0))
     peak = tl.load(line + token).to(tl.float32)
     finite = tl.abs(peak) < INF
-    floor = tl.zeros((), tl.float32)
-    most = tl.load(sampling.top_k + row).to(tl.float32)
-    if finite & (most < entries):
-        floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
-    share = tl.load(sampling.top_p + row)
-    if finite & (share < 1.0):
-        wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
-        least = _least(
-            line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST
-        )
-        floor = tl.maximum(floor, least)
+    within_k = 1 / tl.load(sampling.top_k + row).to(tl.float32)
+    least = tl.maximum(1 - tl.load(sampling.top_p + row), within_k)
     seed = tl.load(sampling.seeds + row)
     position = tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
@@ -200,7 +135,7 @@ def _draw(
         column, logit = _logits(line, start, entries, BLOCK)
         inside = column < entries
         score = (logit - peak) / heat
-        outside = tl.exp(score) < floor
+        outside = tl.exp(score) < least
         ids = column.to(tl.int64)
         if token_ids is not None:
             ids = tl.load(
@@ -252,7 +187,6 @@ def draw_next(
         logits.shape[1],
         number,
         BLOCK=BLOCK_V,
-        BLOCK_LEAST=BLOCK_S,
         num_warps=8,
     )
 

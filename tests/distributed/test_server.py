@@ -166,9 +166,12 @@ def test_bad_options_are_refused_before_a_stream_begins(
     ]
 
 
-def test_a_sampling_option_that_drafts_exclude_is_refused(server: Server) -> None:
-    answer = server.complete(min_p=0.2, temperature=1.0)
-    assert answer.status_code == 400 and "min_p" in answer.text
+def test_min_p_is_served(server: Server) -> None:
+    """With a min_p of 1 only the best token is left."""
+    sampled = server.complete(min_p=1.0, temperature=3.0)
+    assert sampled.status_code == 200
+    greedy = server.complete()
+    assert sampled.json()["choices"] == greedy.json()["choices"]
 
 
 def test_streamed_and_aborted(server: Server) -> None:

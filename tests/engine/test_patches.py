@@ -15,8 +15,9 @@ import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
 from conftest import ROOT, Factory, our_log
-from vllm import EngineArgs
+from vllm import EngineArgs, SamplingParams
 from vllm.config import vllm as vllm_module
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins import register
@@ -60,6 +61,18 @@ def test_unsupported_vllm(
     for asked in ({"speculative_config": OURS}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=refusal):
             started(**asked)
+
+
+def test_only_our_methods_take_min_p_and_logit_bias(tiny_model: Factory) -> None:
+    """Other methods verify drafts by vLLM's rejection sampler."""
+    lookups = {"method": "ngram", "num_speculative_tokens": 2}
+    for given in ({"min_p": 0.1}, {"logit_bias": {3: 1.0}}):
+        params = SamplingParams(**given)
+        ours = from_dict(tiny_model(), OURS).speculative_config
+        params._validate_spec_decode(ours)
+        others = from_dict(tiny_model(), lookups).speculative_config
+        with pytest.raises(VLLMValidationError, match="min_p and logit_bias"):
+            params._validate_spec_decode(others)
 
 
 def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(

@@ -15,8 +15,6 @@ from replayed import Replayed, call_attention_directly
 from vllm import SamplingParams
 from waits import watching
 
-from vllm_ppd.kernels import sampling
-
 pytestmark = pytest.mark.engine
 MORE: dict[str, dict[str, Any]] = METHODS | {
     "classifiers": {
@@ -40,12 +38,8 @@ MORE: dict[str, dict[str, Any]] = METHODS | {
 @pytest.mark.parametrize("name", MORE)
 def test_proposing_never_waits_for_the_device(
     drafting: Factory,
-    monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(
-        sampling, "known_unlimited", lambda *_: False
-    )  # as on a GPU
     llm = drafting(MORE[name])
     with counting(llm) as seen, watching(drafter_of(llm)) as modes:
         CASES["batch_16"](llm)

@@ -10,7 +10,7 @@ import triton.language as tl
 from interpreter import DEVICE, seeded
 
 from vllm_ppd.kernels import sampling as reference
-from vllm_ppd.kernels.sampling import INVALID
+from vllm_ppd.kernels.sampling import INVALID, UNLIMITED
 from vllm_ppd.kernels.sampling_triton import (
     accept_drawn,
     draw_next,
@@ -52,15 +52,26 @@ def test_draws_are_the_reference_s(entries: int, dtype: torch.dtype) -> None:
     assert (tokens[3::6, None] == best[3::6]).any(dim=1).all()
 
 
-def test_ties_with_the_last_entry_stay() -> None:
-    rows = torch.tensor([[4.0, 2.0, 2.0, 2.0, 0.0], [1.0] * 5])
-    draws = 100
-    top_k = [2] * draws + [1] * draws
-    top_p = [1.0] * draws + [0.3] * draws
-    sampling = seeded([1.0] * 2 * draws, top_k, top_p)
-    tokens = draw_rows(rows.repeat_interleave(draws, dim=0), sampling).tolist()
-    assert set(tokens[:draws]) == {0, 1, 2, 3}
-    assert set(tokens[draws:]) == {0, 1, 2, 3, 4}
+@pytest.mark.parametrize("draw", [draw_rows, reference.draw_rows])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "drawn"),
+    [
+        (UNLIMITED, 1.0, 5),
+        (UNLIMITED, 0.9, 3),
+        (4, 1.0, 2),
+        (20, 0.6, 1),
+        (1, 1.0, 1),
+    ],
+)
+def test_entries_below_the_least_weight_are_not_drawn(
+    draw, top_k: int, top_p: float, drawn: int
+) -> None:
+    """Weights relative to the best, after the temperature."""
+    weights = torch.tensor([1.0, 0.3, 0.12, 0.09, 0.04])
+    draws = 400
+    sampling = seeded([0.5] * draws, [top_k] * draws, [top_p] * draws)
+    tokens = draw(0.5 * weights.log().repeat(draws, 1) + 7, sampling)
+    assert set(tokens.tolist()) == set(range(drawn))
 
 
 @pytest.mark.parametrize("draw", [draw_rows, reference.draw_rows])

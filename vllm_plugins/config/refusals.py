@@ -128,10 +128,12 @@ def refuse_target(
             "prompt embeddings (--enable-prompt-embeds) are not supported with "
             f"{title}: such prompts have no token IDs to draft from"
         )
-    if model.logits_processors:
+    several = "a worker group" if options.verify else "verify: false"
+    emits_drafts = parallel.pipeline_parallel_size > 1 or not options.verify
+    if model.logits_processors and emits_drafts:
         raise OptionError(
-            "custom logits processors are not supported with drafting: vLLM does not "
-            "apply them to drafted positions"
+            f"custom logits processors are not supported with {several}, where they "
+            "would not see every token; leave out --logits-processors"
         )
     if model.runner_type != "generate":
         raise OptionError(

@@ -138,12 +138,12 @@ def check(params: Any, config: DraftingConfig) -> None:
         raise platform.invalid_request(
             shortened(str(error)), parameter="vllm_xargs"
         ) from None
-    if (
-        not config.verify
-        and getattr(params, "structured_outputs", None) is not None
-    ):
-        raise platform.invalid_request(
-            "structured outputs need verified tokens, but this server emits "
-            "unverified ones (verify: false)",
-            parameter="structured_outputs",
-        )
+    if config.verify:
+        return
+    for name in ("structured_outputs", "min_p", "logit_bias"):
+        if getattr(params, name, None):
+            raise platform.invalid_request(
+                f"{name} needs verified tokens, but this server emits unverified ones "
+                "(verify: false)",
+                parameter=name,
+            )

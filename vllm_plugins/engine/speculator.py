@@ -64,9 +64,8 @@ class Speculator(DraftModelSpeculator):
         self.req_states = req_states
         rows = self.max_num_reqs
         drafts = self.num_speculative_steps
-        vocab_size = vllm_config.model_config.get_vocab_size()
         verified = self.config.verify
-        self.options = RequestOptions(rows, drafts, vocab_size, device, verified)
+        self.options = RequestOptions(rows, drafts, device, verified)
         self.counters = Counters()
         # Whether drafts of sampling requests are drawn, with the target's own random
         # numbers; else each is the best.

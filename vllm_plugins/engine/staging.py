@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
+from vllm_ppd.kernels.sampling import GREEDY_BELOW, UNLIMITED, Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.vllm_plugins.config.request_options import (
     needs_single_tokens,
@@ -40,7 +40,6 @@ class RequestOptions:
         rows: request rows of the runner. The device has one more, row -1, which the
             padding of CUDA graphs reads.
         num_drafts: K.
-        vocab_size: of the target.
         device: on which drafts are made.
         verified: whether drafts are verified; if not, requests that need one token at a
             time have none.
@@ -50,15 +49,13 @@ class RequestOptions:
         self,
         rows: int,
         num_drafts: int,
-        vocab_size: int,
         device: torch.device,
         verified: bool = True,
     ) -> None:
         self.num_drafts = num_drafts
-        self.vocab_size = vocab_size
         self.verified = verified
-        # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no
-        # threshold.
+        # Exact in float32: drafts, temperatures, a top-k below 2^24 or UNLIMITED, and
+        # NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
 
@@ -74,11 +71,10 @@ class RequestOptions:
         threshold = options.ppd_eps_b
         drafting = self.verified or not needs_single_tokens(params)
         greedy = params.temperature < GREEDY_BELOW
-        limited = 0 < params.top_k < self.vocab_size
         self.settings[row] = (
             options.most_drafts(self.num_drafts) if drafting else 0,
             0.0 if greedy else params.temperature,
-            params.top_k if limited else self.vocab_size,
+            params.top_k if params.top_k > 0 else UNLIMITED,
             params.top_p,
             np.nan if threshold is None else threshold,
         )
@@ -146,7 +142,7 @@ class Staging:
         settings = self.staged.settings
         settings[Setting.TEMPERATURE] = 1.0
         settings[Setting.TOP_P] = 1.0
-        settings[Setting.TOP_K] = self.options.vocab_size
+        settings[Setting.TOP_K] = UNLIMITED
         settings[Setting.EPS_B] = torch.nan
 
     def stage(self, end: StepEnd, padded: int) -> None:

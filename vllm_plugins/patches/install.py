@@ -61,6 +61,11 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
         running.validate_params,
     ),
     (
+        "vllm.sampling_params:SamplingParams",
+        "_validate_spec_decode",
+        running.validate_spec_decode,
+    ),
+    (
         "vllm.v1.engine.async_llm:AsyncLLM",
         "generate",
         running.checked_before_streaming,

@@ -35,6 +35,20 @@ def validate_params(
     return original(self, params, *args, **kwargs)
 
 
+def validate_spec_decode(
+    original: Original, self: Any, speculative_config: Any
+) -> None:
+    """SamplingParams._validate_spec_decode: allow min_p and logit_bias.
+
+    vLLM's sampler applies them to each row of logits, and our verification accepts only
+    the tokens that this sampler draws.
+    """
+    if speculative_config is None:
+        return
+    if not str(speculative_config.model).startswith(OURS):
+        original(self, speculative_config)
+
+
 def checked_before_streaming(
     original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:

@@ -45,7 +45,10 @@ def refused(message: str) -> Iterator[None]:
         # What vLLM's settings rule out
         (f"{EARLY} --enable-lora", "LoRA .* is not supported"),
         (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
-        (f"{PPD} --logits-processors a:B", "custom logits processors"),
+        (
+            f"{PPD} --pipeline-parallel-size 2 --logits-processors a:B",
+            "custom logits processors .* a worker group",
+        ),
         (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
         (
             f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
