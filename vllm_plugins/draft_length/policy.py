@@ -15,6 +15,8 @@ from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
 
+# Attribute of a SchedulerOutput: its Step
+STEP = "vllm_ppd_step"
 # Another number of drafts must gain this much more
 STARTS = 1.01
 # Standard deviations of the bounds
@@ -69,12 +71,14 @@ class Step:
         prompt_tokens: beside them.
         verified: drafts of each request; None if requests differ.
         drafted: drafts that each request makes.
+        useful: whether a request could use drafts.
     """
 
     requests: int
     prompt_tokens: int
     verified: int | None
     drafted: int
+    useful: bool = True
 
     def steady(self) -> bool:
         """Whether the step decoded alone, and made as many drafts as it verified."""

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP, DraftPolicy, Step
 from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
@@ -40,8 +40,6 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# Attribute that we add to a SchedulerOutput
-STEP = "vllm_ppd_step"
 # Kinds of requests for their acceptance: sampling or greedy, and the same with a match
 # in their own text
 KINDS = 4
@@ -147,9 +145,8 @@ class DraftingScheduler(CountingScheduler):
         # unless it looks the number of drafts up. A decode instance of disaggregated
         # serving admits every request so, and a step that is not uniform takes no
         # whole-model graph.
-        if self.config.adaptive:
-            pads = self.drafts == self.num_spec_tokens
-            self.dynamic_sd_lookup = None if pads else self._by_batch_size
+        pads = self.drafts == self.num_spec_tokens
+        self.dynamic_sd_lookup = None if pads else self._by_batch_size
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -181,15 +178,19 @@ class DraftingScheduler(CountingScheduler):
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
+        drafted = 0
+        useful = any(map(self._uses_drafts, decoding))
+        if useful:
+            ahead = min(ahead, self.max_num_scheduled_tokens)
+            drafted = self._chosen(decoding, ahead, len(tokens))
+        elif decoding:
+            self.report({NO_MATCH: 1})
         step = Step(
             requests=len(decoding),
             prompt_tokens=prompt,
             verified=before if len(verified) in (0, len(decoding)) else None,
-            drafted=self._chosen(
-                decoding,
-                min(ahead, self.max_num_scheduled_tokens),
-                scheduler_output,
-            ),
+            drafted=drafted,
+            useful=useful,
         )
         setattr(scheduler_output, STEP, step)
         scheduler_output.num_spec_tokens_to_schedule = step.drafted
@@ -201,16 +202,20 @@ class DraftingScheduler(CountingScheduler):
         known = request.num_tokens + request.num_output_placeholders
         return max(known - request.num_computed_tokens - scheduled, 0)
 
-    def _chosen(
-        self, decoding: list[str], ahead: int, scheduler_output: SchedulerOutput
-    ) -> int:
-        requests = len(scheduler_output.num_scheduled_tokens)
+    def _uses_drafts(self, req_id: str) -> bool:
+        """Whether a decoding request may draft, and another step of it may follow."""
+        request = self.requests[req_id]
+        # At least one token of this step, and one of a step in flight
+        emitted = request.num_output_tokens + 1
+        emitted += request.num_output_placeholders > 0
+        return self._kinds[req_id] != OPTED_OUT and emitted < request.max_tokens
+
+    def _chosen(self, decoding: list[str], ahead: int, requests: int) -> int:
         if self.max_requests is not None and requests > self.max_requests:
             self.report({BATCH_SIZE: 1})
             return 0
         if self.policy is None:
-            by_batch_size: int = scheduler_output.num_spec_tokens_to_schedule
-            return self.num_spec_tokens if self.config.adaptive else by_batch_size
+            return self.num_spec_tokens
         lowest = LOOKED_UP if self.config.spec.looks_up_alone else 0
         drafting = [name for name in decoding if self._kinds[name] >= lowest]
         before = self.policy.current
@@ -222,7 +227,7 @@ class DraftingScheduler(CountingScheduler):
         )
         if self.policy.current != before:
             self._log_choice(len(decoding), before)
-        if decoding and not drafts:
+        if not drafts:
             reason = COST if drafting else NO_MATCH
             suppressed = len(decoding) * self.num_spec_tokens
             self.report({reason: 1, "suppressed_drafts": suppressed})

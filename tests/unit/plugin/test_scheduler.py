@@ -33,6 +33,8 @@ def scheduler() -> Any:
                 num_tokens=5000 if name == "prompt" else 20,
                 num_computed_tokens=0 if name == "prompt" else 19,
                 num_output_placeholders=0,
+                num_output_tokens=0,
+                max_tokens=2,
             )
             for name in names
         },
@@ -81,6 +83,20 @@ def test_steps_are_described(
     step = getattr(chosen(scheduler, tokens, {"greedy": K}), STEP)
     assert (step.verified, step.prompt_tokens) == (None, 2000)
     assert seen[-1][:2] == (2, 2048)
+
+
+def test_drafts_that_nobody_can_use_are_not_made(scheduler: Any) -> None:
+    """Of requests that opted out, a prompt that goes on, and the last tokens."""
+    everybody = {"out": 1, "prompt": 50, "greedy": 1}
+    assert chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule == K
+    nobody = {"out": 1, "prompt": 50}
+    assert not chosen(scheduler, nobody, {}).num_spec_tokens_to_schedule
+    # A step in flight emits the last token but one
+    scheduler.requests["greedy"].num_output_placeholders = 1
+    assert not chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule
+    scheduler.policy = None
+    assert not chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule
+    assert chosen(scheduler, {"sampling": 1}, {}).num_spec_tokens_to_schedule == K
 
 
 def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
