@@ -22,7 +22,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS = 400
 TOKENS = 500
-LONG = {"max_model_len": 640}
 
 
 @pytest.mark.engine
@@ -32,7 +31,7 @@ def test_acceptance_is_what_it_was(name: str) -> None:
         DEMO,
         METHODS[name],
         max_num_seqs=2,
-        **LONG,
+        max_model_len=640,
     )
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler

@@ -87,16 +87,16 @@ def test_steps_are_described(
 
 def test_drafts_that_nobody_can_use_are_not_made(scheduler: Any) -> None:
     """Of requests that opted out, a prompt that goes on, and the last tokens."""
-    everybody = {"out": 1, "prompt": 50, "greedy": 1}
-    assert chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule == K
-    nobody = {"out": 1, "prompt": 50}
-    assert not chosen(scheduler, nobody, {}).num_spec_tokens_to_schedule
+
+    def drafts(**tokens: int) -> Any:
+        return chosen(scheduler, tokens, {}).num_spec_tokens_to_schedule
+
+    assert drafts(out=1, prompt=50) == 0
+    assert drafts(out=1, prompt=50, greedy=1) == K
+    scheduler.policy = None
     # A step in flight emits the last token but one
     scheduler.requests["greedy"].num_output_placeholders = 1
-    assert not chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule
-    scheduler.policy = None
-    assert not chosen(scheduler, everybody, {}).num_spec_tokens_to_schedule
-    assert chosen(scheduler, {"sampling": 1}, {}).num_spec_tokens_to_schedule == K
+    assert (drafts(greedy=1), drafts(sampling=1)) == (0, K)
 
 
 def test_verified_drafts_and_matches_are_learnt(scheduler: Any) -> None:
