@@ -44,7 +44,7 @@ def launches(llm: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "options", [METHODS["cp"], METHODS["cp"] | LOOKUP, ALONE], ids=str
+    "options", [METHODS["cp"], METHODS["cp"] | LOOKUP, ALONE]
 )
 def test_such_a_step_launches_what_vllms_does(
     engine: Factory, drafting: Factory, options: dict[str, Any]
@@ -68,9 +68,7 @@ def test_such_a_step_launches_what_vllms_does(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    "options", [*METHODS.values(), ALONE], ids=[*METHODS, "lookup"]
-)
+@pytest.mark.parametrize("options", [*METHODS.values(), ALONE])
 def test_chunks_beside_decoding_requests(
     engine: Factory,
     drafting: Factory,
