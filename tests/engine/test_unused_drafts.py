@@ -77,20 +77,21 @@ def test_chunks_beside_decoding_requests(
 ) -> None:
     """Drafts are made where a request can use them, and the output is vLLM's."""
     llm = drafting(options, async_scheduling=asynchronous)
-    short = prompts(2, 20)
+    short = prompts(3, 20)
     out = greedy(24, extra_args=OUT)
     arrivals = {
         0: [(LONG[0], greedy(24)), (short[0], out)],
-        4: [(LONG[0], out), (short[1], greedy(30))],
+        4: [(LONG[0], out), (short[1], greedy(99))],
         8: [(LONG[0], greedy(1))],
     }
     expected = run_arrivals(engine(), arrivals)
     with counting(llm) as seen:
         assert run_arrivals(llm, arrivals) == expected
     assert seen["accepted"] > 0
+    generate(llm, [*LONG, *short], out)  # ends a step that is in flight
     with counting(llm) as seen:
         generate(llm, [*LONG, *short], out)
-        generate(llm, [*LONG, *short], greedy(1))
+        generate(llm, LONG, greedy(1))
     assert seen["drafted"] == seen["drafting_seconds"] == 0
 
 
