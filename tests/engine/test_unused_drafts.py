@@ -88,9 +88,9 @@ def test_chunks_beside_decoding_requests(
     with counting(llm) as seen:
         assert run_arrivals(llm, arrivals) == expected
     assert seen["accepted"] > 0
-    generate(llm, [*LONG, *short], out)  # ends a step that is in flight
+    generate(llm, short, out)  # ends a step that is in flight
     with counting(llm) as seen:
-        generate(llm, [*LONG, *short], out)
+        generate(llm, LONG + short, out)
         generate(llm, LONG, greedy(1))
     assert seen["drafted"] == seen["drafting_seconds"] == 0
 
