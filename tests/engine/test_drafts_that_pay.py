@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, full_but, runner_of
+from conftest import Factory, counting, full_but
 from methods import METHODS
 from vllm.exceptions import VLLMValidationError
 
@@ -66,27 +66,6 @@ def test_drafts_that_never_pay_are_not_made(
             tokens[:30] for tokens in expected
         ]
     assert seen["accepted"] > 0 and not seen["drafting_off_steps/cost"]
-
-
-def test_a_step_without_drafts_is_vllms(
-    adaptive: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No call of ours beside vLLM's own, and its sampler in place of verification."""
-    llm = adaptive(METHODS["cp"])
-    scheduler = follow(llm, 0.001)
-    runner = runner_of(llm)
-    monkeypatch.setattr(scheduler, "max_requests", 0)
-    calls: list[str] = []
-    for owner, call in (
-        (runner.speculator, "propose"),
-        (runner.rejection_sampler, "__call__"),
-        (runner.draft_tokens_handler, "set_draft_tokens"),
-    ):
-        monkeypatch.setattr(
-            type(owner), call, lambda *args, at=call, **kwargs: calls.append(at)
-        )
-    generate(llm, prompts(2), greedy(8))
-    assert calls == []
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -22,36 +22,33 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 STEPS = 400
 TOKENS = 500
-LONG = {"max_model_len": 640}
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", full_but({"early"}, METHODS))
 def test_acceptance_is_what_it_was(name: str) -> None:
-    options = METHODS[name] | {"disable_by_batch_size": 1}
     llm = start_engine(
         DEMO,
-        options,
+        METHODS[name],
         max_num_seqs=2,
-        **LONG,
+        max_model_len=640,
     )
     engine = llm.llm_engine
-    drafts_by_size = engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
-    drafts = drafts_by_size[1]
+    scheduler = engine.engine_core.engine_core.scheduler
     # Greedy text ends in a loop, which the heads do not know and lookups do.
     params = greedy(TOKENS, temperature=0.0 if "lookup" in name else 0.8, seed=1)
 
     def accepted_late(drafting_early: bool) -> int:
         """Accepted drafts of a request's last tokens, those behind the first STEPS."""
         emitted = 0
-        drafts_by_size[1] = drafts if drafting_early else 0
+        scheduler.max_requests = None if drafting_early else 0
         engine.add_request("request", prompts(1)[0], params)
         while emitted < STEPS:
             with counting(llm) as seen:
                 for output in engine.step():
                     emitted = len(output.outputs[0].token_ids)
             assert drafting_early or not seen["accepted"]
-        drafts_by_size[1] = drafts
+        scheduler.max_requests = None
         with counting(llm) as seen:
             while engine.has_unfinished_requests():
                 engine.step()

@@ -37,16 +37,10 @@ class DraftingConfig(DraftingOptions):
         if self.stages > 1:
             return {}
         drafts = self.num_speculative_tokens
-        limit = self.disable_by_batch_size
-        if self.adaptive:
-            # vLLM captures graphs for these; our scheduler then chooses among them
-            ranges = [(1, 1, drafts), (2, LARGEST_BATCH, 0)]
-            if drafts > FEW_DRAFTS:
-                ranges[1:] = [(2, 2, drafts // 2), (3, LARGEST_BATCH, 0)]
-        elif limit is not None:
-            ranges = [(1, limit, drafts), (limit + 1, LARGEST_BATCH, 0)]
-        else:
-            return {}
+        # vLLM captures graphs for these; our scheduler then chooses among them
+        ranges = [(1, 1, drafts), (2, LARGEST_BATCH, 0)]
+        if self.adaptive and drafts > FEW_DRAFTS:
+            ranges[1:] = [(2, 2, drafts // 2), (3, LARGEST_BATCH, 0)]
         return {"num_speculative_tokens_per_batch_size": ranges}
 
     @property

@@ -74,12 +74,14 @@ class Step:
         prompt_tokens: beside them.
         verified: plan of the verified drafts; None if requests differ.
         drafted: plan of the drafts that are made.
+        useful: whether a request could use drafts.
     """
 
     requests: int
     prompt_tokens: int
     verified: Plan | None
     drafted: Plan
+    useful: bool = True
 
     def steady(self) -> bool:
         """Whether the step decoded alone, and made drafts as it verified them."""

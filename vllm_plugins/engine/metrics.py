@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 # Counters of steps without drafts, by reason: drafts are not expected to pay off; no
-# request has a lookup match, or none may draft; more requests than
+# request has a lookup match, or none can use drafts; more requests than
 # disable_by_batch_size.
 DRAFTING_OFF = tuple(
     f"drafting_off_steps/{reason}"

@@ -46,6 +46,7 @@ class DraftingRunnerMixin(UpdatedRunner):
     num_speculative_steps: int
     sample: Any
     _drafted = True  # whether the latest step made drafts
+    _useful = True  # whether one of its requests could use them
     # Rows of logits of each request of the step that is being prepared
     _logits: np.ndarray | None = None
 
@@ -83,12 +84,14 @@ class DraftingRunnerMixin(UpdatedRunner):
             self.speculator.add_request(
                 self.req_states.req_id_to_index[new.req_id], new.sampling_params
             )
-        if scheduler_output.scheduled_new_reqs:
-            self.speculator.options.apply()
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+    def prepare_inputs(
+        self, scheduler_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        batch = super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.speculator.begin_step(batch)
+        step: Step | None = getattr(scheduler_output, STEP, None)
+        self._useful = step is None or step.useful
         self._logits = np.diff(batch.cu_num_logits_np)
         return batch
 
@@ -122,21 +125,23 @@ class DraftingRunnerMixin(UpdatedRunner):
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
         self._drafted = state is None or state.num_spec_tokens_to_schedule > 0
+        proposes = self._drafted
         # Lookups cost next to nothing, and their matches tell when drafts pay.
         alone = self.speculator.config.spec.looks_up_alone
-        if alone and not self._drafted:
+        if alone and self._useful and not proposes:
+            proposes = True
             made = self.num_speculative_steps
             self.execute_model_state = state._replace(
                 num_spec_tokens_to_schedule=made
             )
-        if alone or self._drafted:
+        if proposes:
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         else:
             output = self._sample_without_drafting(*args, **kwargs)
         if output is not None:
             self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
-            if self.speculator.lookup is not None:
+            if proposes and self.speculator.lookup is not None:
                 rows = state.input_batch.idx_mapping_np
                 taken = self.speculator.lookup.taken(rows)
                 setattr(output.model_runner_output, MATCHED, taken)

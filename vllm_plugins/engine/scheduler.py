@@ -173,9 +173,8 @@ class DraftingScheduler(CountingScheduler):
         # unless it looks the number of drafts up. A decode instance of disaggregated
         # serving admits every request so, and a step that is not uniform takes no
         # whole-model graph.
-        if self.config.adaptive:
-            pads = self.drafts == self.num_spec_tokens
-            self.dynamic_sd_lookup = None if pads else self._by_batch_size
+        pads = self.drafts == self.num_spec_tokens
+        self.dynamic_sd_lookup = None if pads else self._by_batch_size
         return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -199,17 +198,22 @@ class DraftingScheduler(CountingScheduler):
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
             ahead = self.max_num_scheduled_tokens
-        alike = len(verified) in (0, len(decoding))
         exit = self.exit if before else 0
+        drafted = NO_DRAFTS
+        useful = any(map(self._uses_drafts, decoding))
+        if useful:
+            ahead = min(ahead, self.max_num_scheduled_tokens)
+            requests = len(scheduler_output.num_scheduled_tokens)
+            drafted = self._chosen(decoding, ahead, requests)
+        elif decoding:
+            self.report({NO_MATCH: 1})
+        alike = len(verified) in (0, len(decoding))
         step = Step(
             requests=len(decoding),
             prompt_tokens=prompt,
             verified=Plan(before, exit) if alike else None,
-            drafted=self._chosen(
-                decoding,
-                min(ahead, self.max_num_scheduled_tokens),
-                scheduler_output,
-            ),
+            drafted=drafted,
+            useful=useful,
         )
         setattr(scheduler_output, STEP, step)
         self.drafts, self.exit = step.drafted
@@ -235,22 +239,23 @@ class DraftingScheduler(CountingScheduler):
                 decoding.append(req_id)
         return decoding, prompt, ahead
 
+    def _uses_drafts(self, req_id: str) -> bool:
+        """Whether a decoding request may draft, and another step of it may follow."""
+        request = self.requests[req_id]
+        # At least one token of this step, and one of a step in flight
+        emitted = request.num_output_tokens + 1
+        emitted += request.num_output_placeholders > 0
+        return self._kinds[req_id] != OPTED_OUT and emitted < request.max_tokens
+
     def _chosen(
-        self,
-        decoding: Collection[str],
-        ahead: int,
-        scheduler_output: SchedulerOutput,
+        self, decoding: Collection[str], ahead: int, requests: int
     ) -> Plan:
-        requests = len(scheduler_output.num_scheduled_tokens)
         if self.max_requests is not None and requests > self.max_requests:
             self.report({BATCH_SIZE: 1})
             return NO_DRAFTS
         policy = self.draft_policy
         if policy is None:
-            by_batch_size: int = scheduler_output.num_spec_tokens_to_schedule
-            return Plan(
-                self.num_spec_tokens if self.config.adaptive else by_batch_size
-            )
+            return Plan(self.num_spec_tokens)
         # Lookups alone wait for a match
         waits = self.config.spec.looks_up_alone and (
             self._matched != self._may_draft
@@ -259,7 +264,7 @@ class DraftingScheduler(CountingScheduler):
             self._choose_anew(policy, decoding, ahead)
         if policy.exploring:
             self.report({"exploration_steps": 1})
-        elif decoding and not policy.latest.drafts:
+        elif not policy.latest.drafts:
             reason = COST if self._may_draft else NO_MATCH
             suppressed = len(decoding) * self.num_spec_tokens
             self.report({reason: 1, "suppressed_drafts": suppressed})

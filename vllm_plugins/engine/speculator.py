@@ -18,6 +18,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
@@ -171,8 +172,12 @@ class Speculator(DraftModelSpeculator):
         warmup: bool,
     ) -> Callable[[CUDAGraphMode], None]:
         """Prepare the capture of a graph: what it runs."""
-        self.staging.stage_nobody()
+        self.stage_padding(desc.num_tokens)
         return lambda mode: self._draft(desc.num_tokens, sampled)
+
+    def stage_padding(self, requests: int) -> None:
+        """Stage nobody, as a number of requests, for the capture of a graph."""
+        self.staging.stage_nobody()
 
     # A step ---------------------------------------------------------------------------
 
@@ -231,6 +236,7 @@ class Speculator(DraftModelSpeculator):
                 last_hidden_states,
                 seeds,
             )
+            self.options.apply()
             settings = self.options.settings[input_batch.idx_mapping_np]
             sampled = self.sampled and settings[:, Setting.TEMPERATURE].any()
             self._run(requests, sampled, end)
@@ -312,6 +318,11 @@ class Speculator(DraftModelSpeculator):
         tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
         return torch.where(places < 0, -1, tokens).long()
 
+    def decodes(self, batch: Any) -> np.ndarray:
+        """Which requests of a step have computed their whole prompt: [requests] bool."""
+        computed = batch.num_computed_prefill_tokens_np
+        return computed + batch.num_scheduled_tokens >= batch.prefill_len_np
+
     # After a step ---------------------------------------------------------------------
 
     def take_counts(self) -> None:
@@ -341,6 +352,7 @@ class Speculator(DraftModelSpeculator):
         settings = self.options.settings[batch.idx_mapping_np]
         if (settings[:, Setting.MAX_DRAFTS] == self.num_speculative_steps).all():
             return None
+        self.options.apply()
         max_drafts = self.options.on_device[
             batch.expanded_idx_mapping, Setting.MAX_DRAFTS
         ]

@@ -58,6 +58,7 @@ class RequestOptions:
         # NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
+        self._added = False  # whether the device lacks the latest requests
 
     def add(self, row: int, params: Any) -> None:
         """Add a request.
@@ -78,12 +79,16 @@ class RequestOptions:
             params.top_p,
             np.nan if threshold is None else threshold,
         )
+        self._added = True
 
     def apply(self) -> None:
-        """Copy added options to the device in stream order, so that steps in flight
-        read those they began with.
+        """Copy added options to the device, before a step drafts or verifies drafts.
+
+        The copy is in stream order, so that steps in flight read those they began with.
         """
-        async_tensor_h2d(self.settings, out=self.on_device[:-1])
+        if self._added:
+            async_tensor_h2d(self.settings, out=self.on_device[:-1])
+            self._added = False
 
 
 def batch_sizes(most: int) -> Iterator[int]:

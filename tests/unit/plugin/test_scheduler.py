@@ -36,6 +36,8 @@ def scheduler() -> Any:
                 num_tokens=5000 if name == "prompt" else 20,
                 num_computed_tokens=0 if name == "prompt" else 19,
                 num_output_placeholders=0,
+                num_output_tokens=0,
+                max_tokens=2,
             )
             for name in names
         },
@@ -91,6 +93,20 @@ def test_steps_are_described(
     step = getattr(chosen(scheduler, tokens, {"greedy": K}), STEP)
     assert (step.verified, step.prompt_tokens) == (None, 2000)
     assert seen[-1][:2] == (2, 2048)
+
+
+def test_drafts_that_nobody_can_use_are_not_made(scheduler: Any) -> None:
+    """Of requests that opted out, a prompt that goes on, and the last tokens."""
+
+    def drafts(**tokens: int) -> Any:
+        return chosen(scheduler, tokens, {}).num_spec_tokens_to_schedule
+
+    assert drafts(out=1, prompt=50) == 0
+    assert drafts(out=1, prompt=50, greedy=1) == K
+    scheduler.draft_policy = None
+    # A step in flight emits the last token but one
+    scheduler.requests["greedy"].num_output_placeholders = 1
+    assert (drafts(greedy=1), drafts(sampling=1)) == (0, K)
 
 
 def test_verified_drafts_and_matches_are_learnt(

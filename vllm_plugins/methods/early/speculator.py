@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tp_group
-from vllm.v1.worker.gpu.cudagraph_utils import (
-    BatchExecutionDescriptor,
-    ModelCudaGraphManager,
-)
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
@@ -190,16 +187,11 @@ class DeferredKVSpeculator(Speculator):
 
         self.runner.cudagraph_manager.run_fullgraph = run_fullgraph
 
-    def prepare_capture(
-        self,
-        sampled: bool,
-        desc: BatchExecutionDescriptor,
-        warmup: bool,
-    ) -> Callable[[CUDAGraphMode], None]:
+    def stage_padding(self, requests: int) -> None:
+        super().stage_padding(requests)
         self.passes.begin_drafting(None)
         # Requests whose blocks are vLLM's null block
-        self.block_tables.get_dummy_block_tables(desc.num_tokens)
-        return super().prepare_capture(sampled, desc, warmup)
+        self.block_tables.get_dummy_block_tables(requests)
 
     # A step ---------------------------------------------------------------------------
 
@@ -227,12 +219,8 @@ class DeferredKVSpeculator(Speculator):
         )
         drafts = super().propose(batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
-            ends = (
-                batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-            )
-            drafted = ends >= batch.prefill_len_np
             self.deferred.note_drafted(
-                batch.idx_mapping_np, drafted, self.cut.exit
+                batch.idx_mapping_np, self.decodes(batch), self.cut.exit
             )
         return drafts
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step whose drafts no request can use makes none, and launches what vLLM's own does:
+prompts go on, or every request opted out or ends.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from cases import generate, greedy, prompts, run_arrivals
+from conftest import Factory, counting, runner_of
+from methods import METHODS
+from replayed import launches_apart
+from waits import Waits
+
+pytestmark = pytest.mark.engine
+LOOKUP = {"prompt_lookup_min": 1}
+ALONE = {"method": "ppd", **LOOKUP}
+OUT = {"ppd_draft": False}
+LONG = prompts(1, 215)  # three chunks
+
+
+@contextmanager
+def launches(llm: Any) -> Iterator[list[int]]:
+    """Operations and kernels of the runner's calls within, two of each step."""
+    runner = runner_of(llm)
+    counts: list[int] = []
+
+    def counted(call: Any) -> Any:
+        def run(*args: Any) -> Any:
+            kernels: list[Any] = []
+            with launches_apart(kernels.append), Waits() as operations:
+                result = call(*args)
+            counts.append(operations.operations + len(kernels))
+            return result
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("execute_model", "sample_tokens"):
+            patch.setattr(runner, name, counted(getattr(runner, name)))
+        yield counts
+
+
+@pytest.mark.parametrize(
+    "options", [METHODS["cp"], METHODS["cp"] | LOOKUP, ALONE]
+)
+def test_such_a_step_launches_what_vllms_does(
+    engine: Factory, drafting: Factory, options: dict[str, Any]
+) -> None:
+    # A text that is searched is copied to the device when its request begins.
+    first = int("prompt_lookup_min" in options)
+
+    def counts(llm: Any, **settings: Any) -> list[int]:
+        generate(llm, LONG, greedy(**settings))
+        with launches(llm) as calls:
+            generate(llm, LONG, greedy(**settings))
+        return calls[first:]
+
+    ours = drafting(options, async_scheduling=False)
+    vllms = engine(on_v2=True, async_scheduling=False)
+    for settings in ({"max_tokens": 1}, {"max_tokens": 6, "extra_args": OUT}):
+        expected = counts(vllms, **settings)
+        assert counts(ours, **settings) == expected
+    # The step that ends a prompt drafts.
+    assert counts(ours, max_tokens=6)[5 - first] > expected[5 - first]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("options", [*METHODS.values(), ALONE])
+def test_chunks_beside_decoding_requests(
+    engine: Factory,
+    drafting: Factory,
+    options: dict[str, Any],
+    asynchronous: bool,
+) -> None:
+    """Drafts are made where a request can use them, and the output is vLLM's."""
+    llm = drafting(options, async_scheduling=asynchronous)
+    short = prompts(3, 20)
+    out = greedy(24, extra_args=OUT)
+    arrivals = {
+        0: [(LONG[0], greedy(24)), (short[0], out)],
+        4: [(LONG[0], out), (short[1], greedy(99))],
+        8: [(LONG[0], greedy(1))],
+    }
+    expected = run_arrivals(engine(), arrivals)
+    with counting(llm) as seen:
+        assert run_arrivals(llm, arrivals) == expected
+    assert seen["accepted"] > 0
+    generate(llm, short, out)  # ends a step that is in flight
+    with counting(llm) as seen:
+        generate(llm, LONG + short, out)
+        generate(llm, LONG, greedy(1))
+    assert seen["drafted"] == seen["drafting_seconds"] == 0
+
+
+def test_matches_of_earlier_steps_are_not_told_again(drafting: Factory) -> None:
+    llm = drafting(METHODS["cp"] | LOOKUP)
+    repeated = [{"prompt_token_ids": [5, 17, 230] * 9}]
+    for drafts in (True, False):
+        with counting(llm) as seen:
+            generate(llm, repeated, greedy(8, extra_args={"ppd_draft": drafts}))
+        assert (seen["lookup_steps"] > 0) == drafts
