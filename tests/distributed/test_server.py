@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import memorized
@@ -113,6 +114,26 @@ def test_start_up_line(server: Server) -> None:
         assert part in line
 
 
+def test_a_served_engine_chooses_by_step_costs(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
+    """Its process is spawned, and loads plugins while it makes the engine."""
+    running = Server(
+        tiny_model(),
+        tmp_path / "log",
+        "--speculative-model",
+        "ppd",
+        "--max-model-len",
+        "128",
+    )
+    try:
+        assert "step costs" in running.log.read_text()
+        running.complete()
+        assert running.metrics()["ppd:served_steps_total"] > 0
+    finally:
+        running.stop()
+
+
 def test_request_switch(server: Server) -> None:
     accepted = "vllm:spec_decode_num_accepted_tokens_total"
     text = server.complete().json()["choices"][0]["text"]
@@ -168,7 +189,7 @@ def test_bad_options_are_refused_before_a_stream_begins(
 
 def test_min_p_is_served(server: Server) -> None:
     """With a min_p of 1 only the best token is left."""
-    sampled = server.complete(min_p=1.0, temperature=3.0)
+    sampled = server.complete(min_p=1.0, temperature=2.0)
     assert sampled.status_code == 200
     greedy = server.complete()
     assert sampled.json()["choices"] == greedy.json()["choices"]

@@ -9,6 +9,8 @@ import numpy as np
 from pydantic import BaseModel, Field, model_validator
 from typing_extensions import Self
 
+# Attribute that we add to vLLM's KVCacheConfig: a CostTable, or None if not measured
+STEP_COSTS = "vllm_ppd_step_costs"
 StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

@@ -23,6 +23,7 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
+    STEP_COSTS,
     CostTable,
     Plan,
     StepCosts,
@@ -128,6 +129,8 @@ class DraftingScheduler(CountingScheduler):
             "vllm-ppd: %s scheduling",
             "asynchronous" if asynchronous else "synchronous",
         )
+        if hasattr(self.kv_cache_config, STEP_COSTS):
+            self.follow(getattr(self.kv_cache_config, STEP_COSTS))
 
     def follow(self, table: CostTable | None) -> None:
         """Choose by the seconds of steps from here on; None: not measured."""

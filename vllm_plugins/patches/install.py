@@ -76,7 +76,7 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
         running.checked_before_streaming,
     ),
     (_SCHEDULER_CONFIG, "get_scheduler_cls", running.get_scheduler_cls),
-    (_CORE, "__init__", running.make_core),
+    (_CORE, "_initialize_kv_caches", running.initialize_kv_caches),
     (_CORE, "post_step", running.post_step),
     (_CORE, "sleep", running.sleep),
     (_LOGGERS, "__init__", running.make_loggers),

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.config.request_options import check
+from vllm_ppd.vllm_plugins.draft_length.costs import STEP_COSTS
 from vllm_ppd.vllm_plugins.engine.metrics import STATISTICS, Published
 from vllm_ppd.vllm_plugins.patches.start import Original
 from vllm_ppd.vllm_plugins.registry import OURS
@@ -78,20 +79,19 @@ def get_scheduler_cls(original: Original, self: Any) -> type:
     return original(self)
 
 
-def make_core(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """EngineCore.__init__: let the scheduler choose the number of drafts by the
-    workers' step costs.
+def initialize_kv_caches(original: Original, self: Any, vllm_config: Any) -> Any:
+    """EngineCore._initialize_kv_caches: measure step costs as soon as steps can run.
+    They travel to the scheduler with the configuration of the KV cache.
+
+    A wrapped EngineCore.__init__ would never run in an engine process that is spawned,
+    as that process loads plugins within it.
     """
-    original(self, *args, **kwargs)
-    follow_step_costs(self)
-
-
-def follow_step_costs(core: Any) -> None:
-    """Let an EngineCore's scheduler choose by step costs."""
-    config = active_config(core.vllm_config)
+    kv_cache_config = original(self, vllm_config)
+    config = active_config(vllm_config)
     if config is not None and config.adaptive:
-        costs = core.model_executor.collective_rpc("step_costs")[0]
-        core.scheduler.follow(costs)
+        costs = self.model_executor.collective_rpc("step_costs")[0]
+        setattr(kv_cache_config, STEP_COSTS, costs)
+    return kv_cache_config
 
 
 def post_step(original: Original, self: Any, model_executed: bool) -> None:
