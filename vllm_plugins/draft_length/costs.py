@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 from pydantic import BaseModel, Field, model_validator
 from typing_extensions import Self
 
@@ -83,7 +84,7 @@ class StepCosts:
         self.plans = table.plans  # measured ones
         self.sizes = np.array(table.sizes, dtype=float)
         # Plan -> [sizes]
-        self._seconds: dict[Plan, np.ndarray] = {}
+        self._seconds: dict[Plan, ndarray] = {}
         measured = np.array(table.seconds)
         drafting = len(table.counts) - 1
         for exit in range(self.exits):
@@ -123,7 +124,7 @@ class StepCosts:
         return seconds
 
 
-def _at(x: float, places: np.ndarray, values: np.ndarray) -> float:
+def _at(x: float, places: ndarray, values: ndarray) -> float:
     """Linear interpolation; beyond the last place along the last two, never falling."""
     if len(places) > 1 and x > places[-1]:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
@@ -131,7 +132,7 @@ def _at(x: float, places: np.ndarray, values: np.ndarray) -> float:
     return float(np.interp(x, places, values))
 
 
-def _least_of_larger(seconds: np.ndarray) -> np.ndarray:
+def _least_of_larger(seconds: ndarray) -> ndarray:
     """For each step, the least seconds of steps with no fewer requests and drafts:
     [sizes, counts].
     """

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
+from vllm_ppd.vllm_plugins.draft_length.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
     CostTable,
@@ -32,7 +33,6 @@ from vllm_ppd.vllm_plugins.draft_length.policy import (
     DraftPolicy,
     Step,
 )
-from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
     BATCH_SIZE,

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
@@ -29,18 +30,18 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.staging import (
+    DeviceCounts,
     RequestOptions,
     Setting,
     Staging,
     batch_sizes,
 )
 from vllm_ppd.vllm_plugins.engine.target import Target
-from vllm_ppd.vllm_plugins.engine.unverified import UnverifiedDrafts
+from vllm_ppd.vllm_plugins.engine.verification import UnverifiedDrafts
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -78,7 +79,7 @@ class Speculator(DraftModelSpeculator):
             self.lookup = Lookup(self.config, rows, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._drafts = torch.arange(drafts, device=device)
-        self._invalid = DeviceCount(device)
+        self._invalid = DeviceCounts(1, device)
         self._warned_invalid = False
         # vLLM reads such attributes to measure their memory
         self.graphs: CudaGraphManager | None = None
@@ -205,19 +206,19 @@ class Speculator(DraftModelSpeculator):
         input_batch: Any,
         attn_metadata: Any,
         slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
+        last_hidden_states: Tensor,
         aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
         *,
         dummy_run: bool = False,
         is_profile: bool = False,
         **others: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draft token IDs [requests, K]."""
         started = time.perf_counter()
         requests: int = input_batch.num_reqs
@@ -304,7 +305,7 @@ class Speculator(DraftModelSpeculator):
             valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
             self.unverified.counts[rows] = torch.minimum(valid, usable.long())
 
-    def _latest_tokens(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def _latest_tokens(self, rows: Tensor, count: int) -> Tensor:
         """The latest tokens of request rows, newest first, -1 for missing ones: [rows,
         count].
         """
@@ -339,7 +340,7 @@ class Speculator(DraftModelSpeculator):
         if self.unverified is not None:
             self.counters.add("unverified_tokens", self.unverified.emitted.take())
 
-    def unusable(self, batch: Any) -> torch.Tensor | None:
+    def unusable(self, batch: Any) -> Tensor | None:
         """Which of the step's logits belong to drafts that their request must not use:
         [logits] bool; None: none.
 

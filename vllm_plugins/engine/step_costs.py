@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
 

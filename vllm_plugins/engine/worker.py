@@ -18,15 +18,20 @@ from vllm_ppd.vllm_plugins.engine.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.verification import warm_up_top_p
-from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 
-class StepCostsMixin(UpdatedWorker):
+class StepCostsMixin:
     """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses
     the number of drafts.
     """
 
     model_runner: Any
+    _weight_update_is_draft: bool  # vLLM's
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        if not self._weight_update_is_draft:
+            self.model_runner.refresh_copies()
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner

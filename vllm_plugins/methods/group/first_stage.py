@@ -18,7 +18,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
-from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
+from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import (
     NONE,
     Candidates,
