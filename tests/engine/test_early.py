@@ -126,7 +126,7 @@ def test_the_exit_may_change_with_each_step(
     """
     llm = engine(EXITS, async_scheduling=asynchronous)
     speculator = drafter_of(llm)
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.draft_policy
     rng = random.Random(0)
     plans = [NO_DRAFTS, *2 * plans_of([0, 1, 3], 2)]
     seen = set()
@@ -137,7 +137,8 @@ def test_the_exit_may_change_with_each_step(
     def choose(
         requests: int, ahead: int, req_ids: Sequence[str], kinds: Sequence[int]
     ) -> Plan:
-        return rng.choice(plans) if req_ids else NO_DRAFTS
+        policy.latest = rng.choice(plans) if req_ids else NO_DRAFTS
+        return policy.latest
 
     def begin_step(batch: Any) -> None:
         begin(batch)
@@ -155,6 +156,7 @@ def test_the_exit_may_change_with_each_step(
         if step.verified is not None:
             accepted[step.verified] += sum(emitted) - len(emitted)
 
+    monkeypatch.setattr(policy, "holds", lambda *_: False)
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "observe", observe)
     monkeypatch.setattr(speculator, "begin_step", begin_step)
@@ -172,7 +174,7 @@ def test_each_exit_is_timed(
 ) -> None:
     llm = engine(EXITS)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler.policy.plans == plans_of([0, 1, 3], 2)
+    assert scheduler.draft_policy.plans == plans_of([0, 1, 3], 2)
     speculator = drafter_of(llm)
     stock = speculator.propose
     exits = []
@@ -196,7 +198,7 @@ def test_each_exit_has_graphs(
 ) -> None:
     llm = engine(EXITS)
     speculator = drafter_of(llm)
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.policy
+    policy = llm.llm_engine.engine_core.engine_core.scheduler.draft_policy
     call_attention_directly(runner_of(llm).model)
     graphs = Replayed(speculator)
     graphs.graphs = GraphsByExit(lambda: speculator.cut.exit)
@@ -204,7 +206,13 @@ def test_each_exit_has_graphs(
         speculator.read_at(exit)
         graphs.capture()
     plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
-    monkeypatch.setattr(policy, "choose", lambda *_: next(plans))
+
+    def choose(*_: object) -> Plan:
+        policy.latest = next(plans)
+        return policy.latest
+
+    monkeypatch.setattr(policy, "holds", lambda *_: False)
+    monkeypatch.setattr(policy, "choose", choose)
     requests = prompts(3)
     params = [greedy(max_tokens=n) for n in (6, 12, 20)]
     expected = generate(engine(), requests, params)

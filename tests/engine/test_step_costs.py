@@ -230,7 +230,7 @@ def test_the_largest_batch_that_can_be_timed(
 ) -> None:
     runner = runner_of(engine({**ADAPTIVE, "adaptive": False}))
     monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
-    assert most_requests(runner, [NO_DRAFTS, Plan(3)], STEPS) == largest
+    assert most_requests(runner, [NO_DRAFTS, Plan(3)]) == largest
 
 
 @pytest.fixture

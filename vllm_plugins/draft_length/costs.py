@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: seconds of a decode step by batch size and by what it drafts."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -94,7 +95,7 @@ class StepCosts:
             for column, count in enumerate(table.counts):
                 plan = Plan(count, exit if count else 0)
                 self._seconds.setdefault(plan, ascending[:, column])
-        self._decoding: dict[tuple[int, Plan], float] = {}
+        self._decoding = functools.cache(self._interpolated)
         # Tokens of steps without drafting, ascending, and their seconds. The last is the
         # verification of the largest batch's drafts, less what drafting takes for one.
         plain = self._seconds[NO_DRAFTS]
@@ -113,15 +114,15 @@ class StepCosts:
             prompt_tokens: read beside them.
             plan: a measured one.
         """
-        key = requests, plan
-        if key not in self._decoding:
-            self._decoding[key] = _at(requests, self.sizes, self._seconds[plan])
-        seconds = self._decoding[key]
+        seconds = self._decoding(requests, plan)
         if prompt_tokens:
             tokens = requests * (1 + plan.drafts)
             longer = _at(tokens + prompt_tokens, self._tokens, self._plain)
             seconds += longer - _at(tokens, self._tokens, self._plain)
         return seconds
+
+    def _interpolated(self, requests: int, plan: Plan) -> float:
+        return _at(requests, self.sizes, self._seconds[plan])
 
 
 def _at(x: float, places: ndarray, values: ndarray) -> float:

@@ -9,19 +9,15 @@ missing rows. Its driver (engine/) provides the inputs and copies the drafts to 
 host.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from vllm_ppd.kernels.sampling import Sampling
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 
 class LookedUp(NamedTuple):

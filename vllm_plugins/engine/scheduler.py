@@ -143,7 +143,9 @@ class DraftingScheduler(CountingScheduler):
         clock = (
             self.config.adaptive != "table" and executor != "external_launcher"
         )
-        self.draft_policy = DraftPolicy(StepCosts(table), KINDS, clock)
+        self.draft_policy = DraftPolicy(
+            StepCosts(table), KINDS, clock, self._limits
+        )
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -159,12 +161,9 @@ class DraftingScheduler(CountingScheduler):
                 self._limits[req_id] = drafts
         self._kinds[req_id] = kind
         if len(self._kinds) > 2 * len(self.requests) + MAX_FINISHED:
-            self._kinds = {name: self._kinds[name] for name in self.requests}
-            self._limits = {
-                name: limit
-                for name, limit in self._limits.items()
-                if name in self.requests
-            }
+            for of_requests in (self._kinds, self._limits):
+                for name in of_requests.keys() - self.requests.keys():
+                    del of_requests[name]
 
     # Scheduling -----------------------------------------------------------------------
 
@@ -191,9 +190,8 @@ class DraftingScheduler(CountingScheduler):
         decoding: Collection[str] = tokens
         prompt = 0
         ahead = 0
-        if scheduler_output.total_num_scheduled_tokens != len(tokens) * (
-            1 + before
-        ):
+        alone = len(tokens) * (1 + before)
+        if scheduler_output.total_num_scheduled_tokens != alone:
             decoding, prompt, ahead = self._beside_prompts(scheduler_output)
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
@@ -203,8 +201,7 @@ class DraftingScheduler(CountingScheduler):
         useful = any(map(self._uses_drafts, decoding))
         if useful:
             ahead = min(ahead, self.max_num_scheduled_tokens)
-            requests = len(scheduler_output.num_scheduled_tokens)
-            drafted = self._chosen(decoding, ahead, requests)
+            drafted = self._chosen(decoding, ahead, len(tokens))
         elif decoding:
             self.report({NO_MATCH: 1})
         alike = len(verified) in (0, len(decoding))
@@ -284,7 +281,6 @@ class DraftingScheduler(CountingScheduler):
             ahead,
             drafting,
             [kinds[name] for name in drafting],
-            self._limits,
         )
         if policy.current != before:
             self._log_choice(len(decoding), before)
@@ -366,7 +362,6 @@ class DraftingScheduler(CountingScheduler):
                 names,
                 kinds,
                 emitted,
-                self._limits,
             )
             if seconds is not None and step.steady():
                 self._report_served(step, seconds, output.sampled_token_ids)

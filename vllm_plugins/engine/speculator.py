@@ -18,7 +18,6 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
@@ -44,6 +43,12 @@ from vllm_ppd.vllm_plugins.engine.target import Target
 from vllm_ppd.vllm_plugins.engine.verification import UnverifiedDrafts
 
 logger = logging.getLogger("vllm.vllm_ppd")
+
+
+def decode_only(mode: CUDAGraphMode) -> CUDAGraphMode:
+    """Whole-model graphs of decode steps if vLLM's mode has them, else none."""
+    full = mode.decode_mode() == CUDAGraphMode.FULL
+    return CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
 
 
 class Speculator(DraftModelSpeculator):
@@ -129,19 +134,15 @@ class Speculator(DraftModelSpeculator):
     # CUDA graphs ----------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        config = self._config_of_graphs()
-        self.graphs = CudaGraphManager(
-            config, self.device, mode, decode_query_len=1
+        arguments: tuple[Any, ...] = (
+            self._config_of_graphs(),
+            self.device,
+            decode_only(cudagraph_mode),
+            1,
         )
+        self.graphs = CudaGraphManager(*arguments)
         if self.sampled:
-            self.sampled_graphs = CudaGraphManager(
-                config,
-                self.device,
-                mode,
-                decode_query_len=1,
-            )
+            self.sampled_graphs = CudaGraphManager(*arguments)
 
     def _config_of_graphs(self) -> Any:
         """vLLM's configuration for graphs of drafts, up to the largest batch whose
@@ -318,11 +319,6 @@ class Speculator(DraftModelSpeculator):
         )
         tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
         return torch.where(places < 0, -1, tokens).long()
-
-    def decodes(self, batch: Any) -> np.ndarray:
-        """Which requests of a step have computed their whole prompt: [requests] bool."""
-        computed = batch.num_computed_prefill_tokens_np
-        return computed + batch.num_scheduled_tokens >= batch.prefill_len_np
 
     # After a step ---------------------------------------------------------------------
 

@@ -99,7 +99,12 @@ def costs_of_engine(
         summary(table),
     )
     if group.is_first_rank:
-        save(table, path)
+        try:
+            table.save(path)
+        except OSError as error:
+            logger.warning(
+                "vllm-ppd: cannot save step costs for the next start (%s)", error
+            )
     return table
 
 
@@ -109,16 +114,6 @@ def load(path: Path) -> CostTable | None:
         return CostTable.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def save(table: CostTable, path: Path) -> None:
-    """Write a table to a file for later starts."""
-    try:
-        table.save(path)
-    except OSError as error:
-        logger.warning(
-            "vllm-ppd: cannot save step costs for the next start (%s)", error
-        )
 
 
 def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:

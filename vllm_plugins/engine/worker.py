@@ -10,7 +10,6 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_steps import (
-    STEPS,
     most_requests,
     time_steps,
 )
@@ -59,7 +58,7 @@ class StepCostsMixin:
             config,
             runner.vllm_config,
             runner.speculator.counters,
-            most_requests(runner, plans_of(counts, config.num_exits), STEPS),
+            most_requests(runner, plans_of(counts, config.num_exits)),
             counts,
             functools.partial(time_steps, runner),
         )
