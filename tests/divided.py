@@ -3,7 +3,7 @@
 
 from held import Held
 
-from vllm_ppd.vllm_plugins.engine import sharding
+from vllm_ppd.vllm_plugins.engine import target
 
 __all__ = ["Held"]
-sharding.SECONDS_PER_COLLECTIVE = 0.0
+target.SECONDS_PER_COLLECTIVE = 0.0

@@ -35,8 +35,7 @@ OVERRIDING = {
     f"{PLUGIN}.scheduler:DraftingScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
-    f"{PLUGIN}.weight_updates:UpdatedRunner": f"{V2}.model_runner:GPUModelRunner",
-    f"{PLUGIN}.weight_updates:UpdatedWorker": "vllm.v1.worker.gpu_worker:Worker",
+    f"{PLUGIN}.runner:UpdatedRunner": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
 }
 # What is called or assumed beside.

@@ -79,7 +79,7 @@ METHODS: dict[str, MethodSpec] = {
     ),
     "lookup": MethodSpec(
         "prompt lookup",
-        drafter=f"{METHOD}.lookup.LookupDrafter",
+        drafter=f"{ENGINE}.lookup.LookupDrafter",
         looks_up_alone=True,
     ),
     "recurrent": MethodSpec(

@@ -135,9 +135,10 @@ def test_the_exit_may_change_with_each_step(
     learn = policy.observe
 
     def choose(
-        requests: int, ahead: int, req_ids: Sequence[str], *_: Any
-    ) -> None:
+        requests: int, ahead: int, req_ids: Sequence[str], kinds: Sequence[int]
+    ) -> Plan:
         policy.latest = rng.choice(plans) if req_ids else NO_DRAFTS
+        return policy.latest
 
     def begin_step(batch: Any) -> None:
         begin(batch)
@@ -150,9 +151,8 @@ def test_the_exit_may_change_with_each_step(
         req_ids: Sequence[str],
         kinds: Sequence[int],
         emitted: Sequence[int],
-        limits: dict[str, int],
     ) -> None:
-        learn(step, seconds, req_ids, kinds, emitted, limits)
+        learn(step, seconds, req_ids, kinds, emitted)
         if step.verified is not None:
             accepted[step.verified] += sum(emitted) - len(emitted)
 
@@ -206,12 +206,13 @@ def test_each_exit_has_graphs(
         speculator.read_at(exit)
         graphs.capture()
     plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
+
+    def choose(*_: object) -> Plan:
+        policy.latest = next(plans)
+        return policy.latest
+
     monkeypatch.setattr(policy, "holds", lambda *_: False)
-    monkeypatch.setattr(
-        policy,
-        "choose",
-        lambda *_: setattr(policy, "latest", next(plans)),
-    )
+    monkeypatch.setattr(policy, "choose", choose)
     requests = prompts(3)
     params = [greedy(max_tokens=n) for n in (6, 12, 20)]
     expected = generate(engine(), requests, params)

@@ -14,7 +14,7 @@ NAN = float("nan")
 INF = float("inf")
 # The tensor that is damaged, of which number, and the module that reads it
 DAMAGES: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "ppd": ("", (1, 2), "early.reader"),
+    "ppd": ("", (1, 2), "early.drafter"),
     "cp": ("cp.transforms", (1, 0, 2, 3), "cp"),  # of the first draft
     "dynamo": ("head.2.input_layernorm.weight", (3,), "dynamo"),
 }

@@ -8,7 +8,7 @@ from cases import generate, greedy, prompts
 from conftest import Factory, counting, drafter_of, our_log
 from methods import METHODS
 
-from vllm_ppd.vllm_plugins.draft_length import watch
+from vllm_ppd.vllm_plugins.draft_length import acceptance
 
 pytestmark = pytest.mark.engine
 REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2, 20)]
@@ -49,7 +49,7 @@ def test_hardly_any_accepted_draft_is_a_warning(
         "propose",
         lambda *args, **kwargs: stock(*args, **kwargs).fill_(1),
     )
-    monkeypatch.setattr(watch, "WINDOW", 20)
+    monkeypatch.setattr(acceptance, "WINDOW", 20)
     with our_log() as messages:
         generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
         # Who opts out is given drafts all the same, which are rejected

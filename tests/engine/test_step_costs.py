@@ -229,7 +229,7 @@ def test_the_largest_batch_that_can_be_timed(
 ) -> None:
     runner = runner_of(engine({**ADAPTIVE, "adaptive": False}))
     monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
-    assert most_requests(runner, [NO_DRAFTS, Plan(3)], STEPS) == largest
+    assert most_requests(runner, [NO_DRAFTS, Plan(3)]) == largest
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
         (table,) = first.collective_rpc("step_costs")
         first.llm_engine.engine_core.engine_core.scheduler.follow(table)
     choices = [choices_of(llm, monkeypatch) for llm in (first, second)]
-    assert choices[0] == choices[1] and len(set(choices[0])) == 2
+    assert choices[0] == choices[1] and {0, 3} <= set(choices[0])
     # Measuring anew replaces the file, and changes no random number.
     random = np.random.get_state()[1].tolist()  # noqa: NPY002
     first.collective_rpc("step_costs", kwargs={"again": True})

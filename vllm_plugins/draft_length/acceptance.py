@@ -6,6 +6,7 @@ first k drafts then yield S_k = p_1 + p_1 p_2 + ... + p_1 ... p_k tokens. A requ
 factor on it: its own accepted drafts over those that its kind expects.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -90,9 +91,13 @@ class Acceptance:
     Args:
         max_drafts: K.
         kinds: number of kinds.
+        limits: the most drafts of requests that have such a number.
     """
 
-    def __init__(self, max_drafts: int, kinds: int) -> None:
+    def __init__(
+        self, max_drafts: int, kinds: int, limits: Mapping[str, int]
+    ) -> None:
+        self._limits = limits
         self.kinds = [KindAcceptance(max_drafts) for _ in range(kinds)]
         self._max_drafts = max_drafts
         # (kind, verified drafts, emitted tokens) -> requests
@@ -107,7 +112,6 @@ class Acceptance:
         kinds: Sequence[int],
         drafts: int,
         emitted: Sequence[int],
-        limits: Mapping[str, int],
     ) -> None:
         """Count a step.
 
@@ -115,10 +119,9 @@ class Acceptance:
             req_ids, kinds: of the requests with verified drafts.
             drafts: of each request.
             emitted: tokens of each.
-            limits: the most drafts of requests that have such a number.
         """
         self._age = 0
-        verified = _at_most(drafts, req_ids, limits)
+        verified = self._at_most(drafts, req_ids)
         self._counts.update(zip(kinds, verified, emitted, strict=True))
         if len(req_ids) > MAX_FOLLOWED:
             return
@@ -158,10 +161,9 @@ class Acceptance:
         self,
         req_ids: Sequence[str],
         kinds: Sequence[int],
-        limits: Mapping[str, int],
     ) -> list[float]:
         """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
-        most = _at_most(self._max_drafts, req_ids, limits)
+        most = self._at_most(self._max_drafts, req_ids)
         groups = list(zip(kinds, most, strict=True))
         requests = Counter(groups)  # (kind, most drafts) -> requests
         weights: dict[
@@ -183,6 +185,13 @@ class Acceptance:
                 sums[drafts] += min(mean, requests[group] * verified)
         return [total / len(req_ids) for total in sums]
 
+    def _at_most(self, drafts: int, req_ids: Sequence[str]) -> list[int]:
+        """A number of drafts of each request, or the request's limit."""
+        limits = self._limits
+        if not limits:
+            return [drafts] * len(req_ids)
+        return [min(drafts, limits.get(req_id, drafts)) for req_id in req_ids]
+
     def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""
         return max(
@@ -190,10 +199,50 @@ class Acceptance:
         )
 
 
-def _at_most(
-    drafts: int, req_ids: Sequence[str], limits: Mapping[str, int]
-) -> list[int]:
-    """A number of drafts of each request, or the request's limit."""
-    if not limits:
-        return [drafts] * len(req_ids)
-    return [min(drafts, limits.get(req_id, drafts)) for req_id in req_ids]
+logger = logging.getLogger("vllm.vllm_ppd")
+
+WINDOW = 1000  # drafts as counted by vLLM: one per request and step
+NEAR_ZERO = 0.01  # accepted / drafted tokens
+
+
+class AcceptanceWatch:
+    """Counts in windows of a thousand drafts; warns on the first window near zero, and
+    again after a recovery.
+    """
+
+    def __init__(self) -> None:
+        self.drafts = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.warned = False
+
+    def observe(self, drafts: int, length: int, accepted: int) -> None:
+        """Count a step.
+
+        Args:
+            drafts: requests with verified drafts.
+            length: drafted tokens of each.
+            accepted: tokens in all.
+        """
+        self.drafts += drafts
+        self.drafted += drafts * length
+        self.accepted += accepted
+        if self.drafts < WINDOW:
+            return
+        rate = self.accepted / self.drafted
+        if rate >= NEAR_ZERO:
+            self.warned = False
+        elif not self.warned:
+            self.warned = True
+            logger.warning(
+                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d "
+                "drafts (%.2f %%): drafting costs more time than it gains; use heads "
+                "trained for this model, a deeper exit_layer, or no drafting",
+                self.accepted,
+                self.drafted,
+                self.drafts,
+                100 * rate,
+            )
+        self.drafts = 0
+        self.drafted = 0
+        self.accepted = 0

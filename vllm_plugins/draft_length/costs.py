@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: seconds of a decode step by batch size and by what it drafts."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 from pydantic import BaseModel, Field, model_validator
 from typing_extensions import Self
 
@@ -85,7 +87,7 @@ class StepCosts:
         self.plans = table.plans  # measured ones
         self.sizes = np.array(table.sizes, dtype=float)
         # Plan -> [sizes]
-        self._seconds: dict[Plan, np.ndarray] = {}
+        self._seconds: dict[Plan, ndarray] = {}
         measured = np.array(table.seconds)
         drafting = len(table.counts) - 1
         for exit in range(self.exits):
@@ -95,7 +97,7 @@ class StepCosts:
             for column, count in enumerate(table.counts):
                 plan = Plan(count, exit if count else 0)
                 self._seconds.setdefault(plan, ascending[:, column])
-        self._decoding: dict[tuple[int, Plan], float] = {}
+        self._decoding = functools.cache(self._interpolated)
         # Tokens of steps without drafting, ascending, and their seconds. The last is the
         # verification of the largest batch's drafts, less what drafting takes for one.
         plain = self._seconds[NO_DRAFTS]
@@ -114,18 +116,18 @@ class StepCosts:
             prompt_tokens: read beside them.
             plan: a measured one.
         """
-        key = requests, plan
-        if key not in self._decoding:
-            self._decoding[key] = _at(requests, self.sizes, self._seconds[plan])
-        seconds = self._decoding[key]
+        seconds = self._decoding(requests, plan)
         if prompt_tokens:
             tokens = requests * (1 + plan.drafts)
             longer = _at(tokens + prompt_tokens, self._tokens, self._plain)
             seconds += longer - _at(tokens, self._tokens, self._plain)
         return seconds
 
+    def _interpolated(self, requests: int, plan: Plan) -> float:
+        return _at(requests, self.sizes, self._seconds[plan])
 
-def _at(x: float, places: np.ndarray, values: np.ndarray) -> float:
+
+def _at(x: float, places: ndarray, values: ndarray) -> float:
     """Linear interpolation; beyond the last place along the last two, never falling."""
     if len(places) > 1 and x > places[-1]:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
@@ -133,7 +135,7 @@ def _at(x: float, places: np.ndarray, values: np.ndarray) -> float:
     return float(np.interp(x, places, values))
 
 
-def _least_of_larger(seconds: np.ndarray) -> np.ndarray:
+def _least_of_larger(seconds: ndarray) -> ndarray:
     """For each step, the least seconds of steps with no fewer requests and drafts:
     [sizes, counts].
     """

@@ -11,7 +11,6 @@ explorations end by themselves.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from vllm_ppd.vllm_plugins.draft_length.acceptance import MAX_FOLLOWED, Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
@@ -32,7 +31,6 @@ CHECKED = 2 * HELD
 # Steps between explorations: the first time, and at most
 WAIT = 32
 MAX_WAIT = 4096
-NO_LIMITS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -96,14 +94,24 @@ class DraftPolicy:
         costs: measured at the start.
         kinds: of requests, see Acceptance.
         clock: whether steps as served count beside the table.
+        limits: the most drafts of requests that have such a number; the owner keeps it
+            up to date.
     """
 
-    def __init__(self, costs: StepCosts, kinds: int, clock: bool = True) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        kinds: int,
+        clock: bool = True,
+        limits: Mapping[str, int] | None = None,
+    ) -> None:
+        limits = {} if limits is None else limits
         self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)
         # By exit, as nothing is known of one from another's drafts
         self.acceptance = [
-            Acceptance(costs.max_drafts, kinds) for _ in range(costs.exits)
+            Acceptance(costs.max_drafts, kinds, limits)
+            for _ in range(costs.exits)
         ]
         self.explorations = {plan: Exploration() for plan in self.plans}
         self._explored = NO_DRAFTS
@@ -136,7 +144,6 @@ class DraftPolicy:
         req_ids: Sequence[str],
         kinds: Sequence[int],
         emitted: Sequence[int],
-        limits: Mapping[str, int] = NO_LIMITS,
     ) -> None:
         """Count a step.
 
@@ -146,7 +153,6 @@ class DraftPolicy:
             req_ids, kinds, emitted: of the requests that may draft and emitted tokens;
                 all of them had the step's verified drafts. Empty if the step's
                 acceptance is not observed.
-            limits: the most drafts of requests that have such a number.
         """
         if step.verified is None:
             return
@@ -157,7 +163,7 @@ class DraftPolicy:
             if not drafts or number != exit:
                 acceptance.grow_old()
             elif req_ids:
-                acceptance.observe(req_ids, kinds, drafts, emitted, limits)
+                acceptance.observe(req_ids, kinds, drafts, emitted)
 
     def holds(self, requests: int, prompt_tokens: int) -> bool:
         """Whether the latest choice holds after a step; else choose() has to be called."""
@@ -178,7 +184,6 @@ class DraftPolicy:
         prompt_tokens: int,
         req_ids: Sequence[str],
         kinds: Sequence[int],
-        limits: Mapping[str, int] = NO_LIMITS,
     ) -> Plan:
         """The plan of the drafts after a step.
 
@@ -186,43 +191,24 @@ class DraftPolicy:
             requests: that decode in the next step.
             prompt_tokens: that the next step is expected to read.
             req_ids, kinds: of the requests that may draft.
-            limits: the most drafts of requests that have such a number.
         """
         self._step += 1
         self._load = requests, prompt_tokens
         self.exploring = False
-        self.latest = NO_DRAFTS
-        if req_ids:
-            share = len(req_ids) / requests
-            self.latest = self._chosen(
-                requests,
-                prompt_tokens,
-                share,
-                req_ids,
-                kinds,
-                limits,
-            )
-        return self.latest
-
-    def _chosen(
-        self,
-        requests: int,
-        prompt_tokens: int,
-        share: float,
-        req_ids: Sequence[str],
-        kinds: Sequence[int],
-        limits: Mapping[str, int],
-    ) -> Plan:
-        """As choose(); `share` of the requests may draft."""
+        if not req_ids:
+            self.latest = NO_DRAFTS
+            return NO_DRAFTS
         if self._left:
             self._left -= 1
             self.exploring = True
+            self.latest = self._explored
             return self._explored
+        share = len(req_ids) / requests
         tokens = []
         for acceptance in self.acceptance:
             acceptance.learn()
             acceptance.forget_others(req_ids)
-            accepted = acceptance.per_request(req_ids, kinds, limits)
+            accepted = acceptance.per_request(req_ids, kinds)
             tokens.append([1 + share * mean for mean in accepted])
         others = self._others(requests, prompt_tokens, tokens)
         self.best = max(others, key=Choice.gain)
@@ -230,9 +216,10 @@ class DraftPolicy:
             self.current = self.best.plan
             for exploration in self.explorations.values():
                 exploration.wait = WAIT
-        elif not self._step % CHECKED:
-            return self._explore(requests, share, others, set(kinds))
-        return self.current
+        self.latest = self.current
+        if self.best.gain() <= STARTS and not self._step % CHECKED:
+            self.latest = self._explore(requests, share, others, set(kinds))
+        return self.latest
 
     def _others(
         self, requests: int, prompt_tokens: int, tokens: list[list[float]]

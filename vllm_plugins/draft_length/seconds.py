@@ -10,6 +10,7 @@ Tokens that drafts gain save later steps of decoding alone. So the price of draf
 a prompt is what they add to that step, over the seconds of a step of decoding alone.
 """
 
+import functools
 import math
 from itertools import combinations
 
@@ -55,7 +56,7 @@ class Bucket:
         # Two plans -> factor on the table's cost of the second over the first, its
         # precision, and the step at which it was kept
         self.kept: dict[tuple[Plan, Plan], tuple[float, float, int]] = {}
-        self._factors: dict[tuple[Plan, Plan], tuple[float, float]] = {}
+        self.factor = functools.cache(self._factor)
 
     def add(self, plan: Plan, ratio: float) -> None:
         """Add a step that verified and made the drafts of a plan."""
@@ -65,7 +66,7 @@ class Bucket:
             ratio = min(ratio, CLIP * mean.value)
         if not self.step % CHECKED:
             self._keep_comparisons()
-            self._factors.clear()
+            self.factor.cache_clear()
         mean.add(ratio, self.step)
 
     def _keep_comparisons(self) -> None:
@@ -100,13 +101,8 @@ class Bucket:
         pair = min(first, second), max(first, second)
         return self._evidence(*pair)[1] > 0
 
-    def factor(self, first: Plan, second: Plan) -> tuple[float, float]:
-        """(Factor on the table's cost of `second` over `first`, its relative error)."""
-        if (first, second) not in self._factors:
-            self._factors[first, second] = self._factor(first, second)
-        return self._factors[first, second]
-
     def _factor(self, first: Plan, second: Plan) -> tuple[float, float]:
+        """(Factor on the table's cost of `second` over `first`, its relative error)."""
         if first > second:
             factor, error = self.factor(second, first)
             return 1 / factor, error
@@ -128,7 +124,7 @@ class StepSeconds:
         self.table = table
         self.clock = clock
         self._buckets: dict[int, Bucket] = {}
-        self._table_costs: dict[tuple[int, int, Plan], float] = {}
+        self._by_table = functools.lru_cache(MAX_COSTS)(self._added)
 
     def _bucket(self, requests: int) -> Bucket:
         size = requests.bit_length()
@@ -174,16 +170,8 @@ class StepSeconds:
         factor, error = self._bucket(requests).factor(first, second)
         return cost * factor, error
 
-    def _by_table(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
-        """1 + the seconds that drafts add, over those of a step of decoding alone."""
-        key = requests, prompt_tokens, plan
-        if key not in self._table_costs:
-            if len(self._table_costs) > MAX_COSTS:
-                self._table_costs.clear()
-            self._table_costs[key] = self._added(requests, prompt_tokens, plan)
-        return self._table_costs[key]
-
     def _added(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
+        """1 + the seconds that drafts add, over those of a step of decoding alone."""
         seconds = self.table.seconds
         plain = seconds(requests, 0, NO_DRAFTS)
         added = seconds(requests, 0, plan) - plain

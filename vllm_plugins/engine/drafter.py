@@ -9,31 +9,27 @@ missing rows. Its driver (engine/) provides the inputs and copies the drafts to 
 host.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from vllm_ppd.kernels.sampling import Sampling
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 
 class LookedUp(NamedTuple):
     """Drafts that were looked up in the requests' own texts."""
 
     # [requests] int32, latest tokens that an earlier place has, too; 0 for no match
-    matched: torch.Tensor
+    matched: Tensor
     # [requests, K] int64, arbitrary where there is no match
-    token_ids: torch.Tensor
-    gains: torch.Tensor  # [kinds] int32, above 0 for kinds that are taken
+    token_ids: Tensor
+    gains: Tensor  # [kinds] int32, above 0 for kinds that are taken
 
-    def kinds(self, first: torch.Tensor) -> torch.Tensor:
+    def kinds(self, first: Tensor) -> Tensor:
         """The kinds of matches, by their length and by whether both sources begin with
         the same draft: [requests] int64.
 
@@ -43,7 +39,7 @@ class LookedUp(NamedTuple):
         same = first == self.token_ids[:, 0]
         return 2 * self.matched + same.long()
 
-    def taken(self, first: torch.Tensor) -> torch.Tensor:
+    def taken(self, first: Tensor) -> Tensor:
         """Which requests take these drafts in place of the method's: [requests] bool.
 
         Args:
@@ -56,17 +52,17 @@ class LookedUp(NamedTuple):
 class DraftInputs:
     """The step that has just ended, with a row for each request that may draft."""
 
-    newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
+    newest_ids: Tensor  # [requests] int64, the last token that each emitted
     # [requests, hidden] normed state from which the target sampled that token
-    hidden: torch.Tensor
+    hidden: Tensor
     # [requests] int64, index of that state's token within the step's tokens
-    places: torch.Tensor
+    places: Tensor
     num_drafts: int  # K, the most drafts of any request
     # [requests] float32, the requests' back-off thresholds, NaN if unset
-    eps_b: torch.Tensor
+    eps_b: Tensor
     sampling: Sampling | None  # None: every draft is the best token
     # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
-    context: torch.Tensor | None
+    context: Tensor | None
     # Drafts that may replace the method's: a method whose drafts run layers of the
     # target must run them over those that are taken.
     looked_up: LookedUp | None
@@ -76,9 +72,9 @@ class DraftInputs:
 class Drafts:
     """The drafts after a step."""
 
-    token_ids: torch.Tensor  # [requests, K] int64
+    token_ids: Tensor  # [requests, K] int64
     # [requests] int64 usable drafts; None: as many as allowed
-    counts: torch.Tensor | None = None
+    counts: Tensor | None = None
 
 
 class Drafter(ABC):

@@ -49,7 +49,7 @@ class DummyBatch:
         self.runner = runner
         self.first = max(plans)
         numbers = itertools.count(1)  # block 0 is vLLM's null block
-        sizes = blocks_per_request(runner, plans, STEPS)
+        sizes = blocks_per_request(runner, plans)
         self.blocks = {
             f"vllm-ppd dummy {i}": tuple(
                 list(itertools.islice(numbers, size)) for size in sizes
@@ -121,31 +121,27 @@ class DummyBatch:
         self.runner.sample_tokens(None)
 
 
-def length_needed(plans: Sequence[Plan], steps: int) -> int:
-    """Tokens that a request needs for `steps` steps with each plan, and for the drafts
-    of the last.
+def length_needed(plans: Sequence[Plan]) -> int:
+    """Tokens that a request needs for STEPS steps with each plan, and for the drafts of
+    the last.
     """
-    emitted = sum(steps * (1 + plan.drafts) for plan in plans)
+    emitted = sum(STEPS * (1 + plan.drafts) for plan in plans)
     return 2 + emitted + max(plans).drafts + 1
 
 
-def blocks_per_request(
-    runner: Any, plans: Sequence[Plan], steps: int
-) -> list[int]:
+def blocks_per_request(runner: Any, plans: Sequence[Plan]) -> list[int]:
     """KV blocks of such a request in each KV cache group."""
-    length = length_needed(plans, steps)
+    length = length_needed(plans)
     groups = runner.kv_cache_config.kv_cache_groups
     return [-(-length // group.kv_cache_spec.block_size) for group in groups]
 
 
-def most_requests(runner: Any, plans: Sequence[Plan], steps: int) -> int:
-    """The largest batch for which a number of steps can run; 0 if requests cannot be
-    long enough.
-    """
-    if length_needed(plans, steps) > runner.max_model_len:
+def most_requests(runner: Any, plans: Sequence[Plan]) -> int:
+    """The largest batch that can be timed; 0 if requests cannot be long enough."""
+    if length_needed(plans) > runner.max_model_len:
         return 0
     scheduler = runner.scheduler_config
-    blocks = sum(blocks_per_request(runner, plans, steps))
+    blocks = sum(blocks_per_request(runner, plans))
     return min(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens // (1 + max(plans).drafts),

@@ -16,12 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.lookup import Texts, judge, look_up
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.engine.device_count import DeviceCounts
-from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
+from vllm_ppd.vllm_plugins.engine.drafter import (
+    Drafter,
+    DraftInputs,
+    Drafts,
+    LookedUp,
+)
+from vllm_ppd.vllm_plugins.engine.staging import DeviceCounts
+from vllm_ppd.vllm_plugins.engine.target import Target
 
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
 WINDOW = 32768  # latest tokens of a text that are searched
@@ -81,7 +88,7 @@ class Lookup:
         """A request was given a row: it is new, or resumed after preemption."""
         self._began[row] = 0
 
-    def find(self, rows: torch.Tensor) -> LookedUp:
+    def find(self, rows: Tensor) -> LookedUp:
         """Look up drafts for request rows.
 
         Args:
@@ -102,10 +109,10 @@ class Lookup:
 
     def choose(
         self,
-        rows: torch.Tensor,
+        rows: Tensor,
         looked_up: LookedUp,
-        first: torch.Tensor,
-        drafts: torch.Tensor,
+        first: Tensor,
+        drafts: Tensor,
     ) -> None:
         """Write looked-up drafts over those of the method where they are taken, and
         count what came of earlier ones.
@@ -141,3 +148,15 @@ class Lookup:
         """
         taken: list[int] = self._taken.seen[rows].tolist()
         return taken
+
+
+class LookupDrafter(Drafter):
+    """Placeholder drafts for requests without a match, as vLLM expects K drafts of every
+    request: the newest token again, which costs nothing.
+    """
+
+    def load(self, config: DraftingConfig, target: Target) -> None:
+        """Nothing to load."""
+
+    def propose(self, step: DraftInputs) -> Drafts:
+        return Drafts(step.newest_ids[:, None].repeat(1, step.num_drafts))

@@ -15,12 +15,11 @@ Overrides, each of which calls vLLM's:
     take_draft_token_ids  none after such a step
     prepare_inputs    begins the speculator's step from the schedule, before the target
                       runs
-
-and those of engine/weight_updates.py.
+    reload_weights    copies what drafting has copied of the weights again
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
@@ -34,7 +33,21 @@ from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.verification import Verification
-from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
+
+
+class UpdatedRunner:
+    """Mixed into vLLM's model runners, which then have refresh_copies: copy again what
+    drafting copied of the target's weights, in place, after these have changed.
+
+    vLLM changes weights in two ways: its runner reloads a checkpoint, or a trainer sends
+    them to its worker (engine/worker.py).
+    """
+
+    refresh_copies: Callable[[], None]
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)  # type: ignore[misc]
+        self.refresh_copies()
 
 
 class DraftingRunnerMixin(UpdatedRunner):
@@ -54,11 +67,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         config = required_config(vllm_config, self)
         stock = model_runner.RequestState
         # vLLM sets this for its own lookups, too
-        dense = (
-            {}
-            if not config.prompt_lookup_min
-            else {"use_dense_all_token_ids": True}
-        )
+        dense = {"use_dense_all_token_ids": bool(config.prompt_lookup_min)}
         with temporarily(
             model_runner,
             init_speculator=resolve_name(config.spec.speculator),
@@ -90,8 +99,6 @@ class DraftingRunnerMixin(UpdatedRunner):
     ) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.speculator.begin_step(batch)
-        step: Step | None = getattr(scheduler_output, STEP, None)
-        self._useful = step is None or step.useful
         self._logits = np.diff(batch.cu_num_logits_np)
         return batch
 
@@ -115,6 +122,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         self, scheduler_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
         step: Step | None = getattr(scheduler_output, STEP, None)
+        self._useful = step is None or step.useful
         if step is not None:
             self.speculator.read_at(step.drafted.exit)
         try:

@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
+from vllm_ppd.vllm_plugins.draft_length.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
     STEP_COSTS,
@@ -33,7 +34,6 @@ from vllm_ppd.vllm_plugins.draft_length.policy import (
     DraftPolicy,
     Step,
 )
-from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
     BATCH_SIZE,
@@ -146,7 +146,9 @@ class DraftingScheduler(CountingScheduler):
         clock = (
             self.config.adaptive != "table" and executor != "external_launcher"
         )
-        self.draft_policy = DraftPolicy(StepCosts(table), KINDS, clock)
+        self.draft_policy = DraftPolicy(
+            StepCosts(table), KINDS, clock, self._limits
+        )
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -162,12 +164,9 @@ class DraftingScheduler(CountingScheduler):
                 self._limits[req_id] = drafts
         self._kinds[req_id] = kind
         if len(self._kinds) > 2 * len(self.requests) + MAX_FINISHED:
-            self._kinds = {name: self._kinds[name] for name in self.requests}
-            self._limits = {
-                name: limit
-                for name, limit in self._limits.items()
-                if name in self.requests
-            }
+            for of_requests in (self._kinds, self._limits):
+                for name in of_requests.keys() - self.requests.keys():
+                    del of_requests[name]
 
     # Scheduling -----------------------------------------------------------------------
 
@@ -194,9 +193,8 @@ class DraftingScheduler(CountingScheduler):
         decoding: Collection[str] = tokens
         prompt = 0
         ahead = 0
-        if scheduler_output.total_num_scheduled_tokens != len(tokens) * (
-            1 + before
-        ):
+        alone = len(tokens) * (1 + before)
+        if scheduler_output.total_num_scheduled_tokens != alone:
             decoding, prompt, ahead = self._beside_prompts(scheduler_output)
         if prompt and self.waiting:
             # They wait for the budget of tokens; beside no prompt, for KV blocks.
@@ -206,8 +204,7 @@ class DraftingScheduler(CountingScheduler):
         useful = any(map(self._uses_drafts, decoding))
         if useful:
             ahead = min(ahead, self.max_num_scheduled_tokens)
-            requests = len(scheduler_output.num_scheduled_tokens)
-            drafted = self._chosen(decoding, ahead, requests)
+            drafted = self._chosen(decoding, ahead, len(tokens))
         elif decoding:
             self.report({NO_MATCH: 1})
         alike = len(verified) in (0, len(decoding))
@@ -287,7 +284,6 @@ class DraftingScheduler(CountingScheduler):
             ahead,
             drafting,
             [kinds[name] for name in drafting],
-            self._limits,
         )
         if policy.current != before:
             self._log_choice(len(decoding), before)
@@ -369,7 +365,6 @@ class DraftingScheduler(CountingScheduler):
                 names,
                 kinds,
                 emitted,
-                self._limits,
             )
             if seconds is not None and step.steady():
                 self._report_served(step, seconds, output.sampled_token_ids)

@@ -18,8 +18,8 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import (
     BatchExecutionDescriptor,
@@ -29,20 +29,26 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.engine.device_count import DeviceCount
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.staging import (
+    DeviceCounts,
     RequestOptions,
     Setting,
     Staging,
     batch_sizes,
 )
 from vllm_ppd.vllm_plugins.engine.target import Target
-from vllm_ppd.vllm_plugins.engine.unverified import UnverifiedDrafts
+from vllm_ppd.vllm_plugins.engine.verification import UnverifiedDrafts
 
 logger = logging.getLogger("vllm.vllm_ppd")
+
+
+def decode_only(mode: CUDAGraphMode) -> CUDAGraphMode:
+    """Whole-model graphs of decode steps if vLLM's mode has them, else none."""
+    full = mode.decode_mode() == CUDAGraphMode.FULL
+    return CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
 
 
 class Speculator(DraftModelSpeculator):
@@ -78,7 +84,7 @@ class Speculator(DraftModelSpeculator):
             self.lookup = Lookup(self.config, rows, req_states, device)
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._drafts = torch.arange(drafts, device=device)
-        self._invalid = DeviceCount(device)
+        self._invalid = DeviceCounts(1, device)
         self._warned_invalid = False
         # vLLM reads such attributes to measure their memory
         self.graphs: CudaGraphManager | None = None
@@ -128,19 +134,15 @@ class Speculator(DraftModelSpeculator):
     # CUDA graphs ----------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        config = self._config_of_graphs()
-        self.graphs = CudaGraphManager(
-            config, self.device, mode, decode_query_len=1
+        arguments: tuple[Any, ...] = (
+            self._config_of_graphs(),
+            self.device,
+            decode_only(cudagraph_mode),
+            1,
         )
+        self.graphs = CudaGraphManager(*arguments)
         if self.sampled:
-            self.sampled_graphs = CudaGraphManager(
-                config,
-                self.device,
-                mode,
-                decode_query_len=1,
-            )
+            self.sampled_graphs = CudaGraphManager(*arguments)
 
     def _config_of_graphs(self) -> Any:
         """vLLM's configuration for graphs of drafts, up to the largest batch whose
@@ -205,19 +207,19 @@ class Speculator(DraftModelSpeculator):
         input_batch: Any,
         attn_metadata: Any,
         slot_mappings: Any,
-        last_hidden_states: torch.Tensor,
+        last_hidden_states: Tensor,
         aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
         *,
         dummy_run: bool = False,
         is_profile: bool = False,
         **others: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draft token IDs [requests, K]."""
         started = time.perf_counter()
         requests: int = input_batch.num_reqs
@@ -304,7 +306,7 @@ class Speculator(DraftModelSpeculator):
             valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
             self.unverified.counts[rows] = torch.minimum(valid, usable.long())
 
-    def _latest_tokens(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+    def _latest_tokens(self, rows: Tensor, count: int) -> Tensor:
         """The latest tokens of request rows, newest first, -1 for missing ones: [rows,
         count].
         """
@@ -317,11 +319,6 @@ class Speculator(DraftModelSpeculator):
         )
         tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
         return torch.where(places < 0, -1, tokens).long()
-
-    def decodes(self, batch: Any) -> np.ndarray:
-        """Which requests of a step have computed their whole prompt: [requests] bool."""
-        computed = batch.num_computed_prefill_tokens_np
-        return computed + batch.num_scheduled_tokens >= batch.prefill_len_np
 
     # After a step ---------------------------------------------------------------------
 
@@ -339,7 +336,7 @@ class Speculator(DraftModelSpeculator):
         if self.unverified is not None:
             self.counters.add("unverified_tokens", self.unverified.emitted.take())
 
-    def unusable(self, batch: Any) -> torch.Tensor | None:
+    def unusable(self, batch: Any) -> Tensor | None:
         """Which of the step's logits belong to drafts that their request must not use:
         [logits] bool; None: none.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's inputs for a step, in fixed buffers that CUDA graphs read, and the
-requests' options by row.
+requests' options by row; and numbers that the device returns without a wait.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.utils.platform_utils import is_uva_available
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, UNLIMITED, Sampling
@@ -193,3 +195,32 @@ class Staging:
             context=context,
             looked_up=looked_up,
         )
+
+
+class DeviceCounts:
+    """Numbers in the host's memory which the device writes.
+
+    The host sees what the device has written so far, a step or two behind. On a device
+    without unified addressing it sees zeros.
+
+    Attributes:
+        value: [size] int64, on the device.
+        seen: [size], in the host's memory.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.value = torch.zeros(size, dtype=torch.int64, device=device)
+        self.seen = np.zeros(size, dtype=np.int64)
+        self._taken = 0
+        if device.type == "cpu":
+            self.seen = self.value.numpy()
+        elif is_uva_available():
+            buffer = UvaBuffer(size, torch.int64)
+            self.value = buffer.uva()
+            self.seen = buffer.np
+
+    def take(self) -> int:
+        """What the device has added since the last call."""
+        before = self._taken
+        self._taken = int(self.seen.sum())
+        return self._taken - before

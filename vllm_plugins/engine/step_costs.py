@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -99,7 +99,12 @@ def costs_of_engine(
         summary(table),
     )
     if group.is_first_rank:
-        save(table, path)
+        try:
+            table.save(path)
+        except OSError as error:
+            logger.warning(
+                "vllm-ppd: cannot save step costs for the next start (%s)", error
+            )
     return table
 
 
@@ -109,16 +114,6 @@ def load(path: Path) -> CostTable | None:
         return CostTable.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
-
-
-def save(table: CostTable, path: Path) -> None:
-    """Write a table to a file for later starts."""
-    try:
-        table.save(path)
-    except OSError as error:
-        logger.warning(
-            "vllm-ppd: cannot save step costs for the next start (%s)", error
-        )
 
 
 def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:

@@ -6,10 +6,10 @@ and its cuts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.distributed import (
@@ -34,14 +34,27 @@ from vllm_ppd.model_patches.branched import (
     TappedModel,
     build_layers,
 )
-from vllm_ppd.vllm_plugins.engine.sharding import pays
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 Cut = TypeVar("Cut", bound=ModelCut)
+# Estimates, not measured. An H100's memory has 3.35 TB/s; with a slower one dividing
+# gains more than is counted.
+BYTES_PER_SECOND = 3e12
+# An all-reduce or all-gather of a few rows over NVLink, in a CUDA graph
+SECONDS_PER_COLLECTIVE = 15e-6
 UNITS_AT_ONCE = 256  # columns of the LM head that are read by one product
+
+
+def pays(read: int, ranks: int) -> bool:
+    """Whether tensor-parallel ranks that read so many bytes of a matrix each should read
+    a part each, and join what they computed by one collective.
+
+    A step of few requests takes as long as its bytes and its collectives. In larger
+    batches a collective sends more, but a rank multiplies less, and over NVLink this
+    saves more than that costs.
+    """
+    saved = read - read / ranks
+    return saved / BYTES_PER_SECOND > SECONDS_PER_COLLECTIVE
 
 
 class PackedLinear:
@@ -55,7 +68,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        weight: torch.Tensor,
+        weight: Tensor,
         vllm_config: Any,
         device: torch.device,
         divided: bool = False,
@@ -65,7 +78,7 @@ class PackedLinear:
         self.divided = divided
         self._pack(weight)
 
-    def _pack(self, weight: torch.Tensor) -> None:
+    def _pack(self, weight: Tensor) -> None:
         model_config = self.vllm_config.model_config
         rows, columns = weight.shape
         with set_current_vllm_config(self.vllm_config), self.device:
@@ -80,10 +93,10 @@ class PackedLinear:
         self._copy(weight)
         process_weights_after_loading(self.layer, model_config, self.device)
 
-    def _copy(self, weight: torch.Tensor) -> None:
+    def _copy(self, weight: Tensor) -> None:
         self.layer.weight_loader(self.layer.weight, weight)
 
-    def load(self, weight: torch.Tensor) -> None:
+    def load(self, weight: Tensor) -> None:
         """Replace the matrix by another one of its shape; CUDA graphs read it from then on, too."""
         if self.device.type == "cpu":
             # In a layout of the platform's, and without graphs
@@ -91,7 +104,7 @@ class PackedLinear:
         else:
             self._copy(weight)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         return self.layer(hidden)[0]
 
 
@@ -106,22 +119,22 @@ class LMHead:
     num_valid: int
     shard_size: int
 
-    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+    def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         """E* h: [rows, vocabulary], or this rank's shard of it."""
         raise NotImplementedError
 
-    def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
+    def shard(self, classifiers: Tensor) -> Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
         rows = classifiers[
             ..., self.vocab_start : self.vocab_start + self.num_valid, :
         ]
         return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
 
-    def all_gather(self, parts: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, parts: Tensor) -> Tensor:
         """The parts of all ranks, concatenated along the last dimension."""
         return tensor_model_parallel_all_gather(parts, dim=-1)
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """The whole vocabulary of sharded logits [..., shard]."""
         if self.tp_size > 1:
             logits = self.all_gather(logits)
@@ -158,7 +171,7 @@ class TargetLMHead(LMHead):
         )
         self.shard_size = int(self.lm_head.num_embeddings_per_partition)
 
-    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+    def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         return self.logits_processor(
             self.lm_head,
             hidden,
@@ -167,13 +180,11 @@ class TargetLMHead(LMHead):
         )
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """[shard_size], the parameter itself; None if the LM head has none."""
         return getattr(self.lm_head, "bias", None)
 
-    def rows(
-        self, token_ids: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows of E* [tokens, hidden] and their bias [tokens], read as products, as the
         LM head may be packed, sharded or quantised.
 
@@ -225,8 +236,8 @@ class CopiedLMHead(LMHead):
 
     def __init__(
         self,
-        shard: torch.Tensor,
-        bias: torch.Tensor,
+        shard: Tensor,
+        bias: Tensor,
         place: list[int],
         vllm_config: Any,
         device: torch.device,
@@ -237,12 +248,12 @@ class CopiedLMHead(LMHead):
         self.unembedding = PackedLinear(shard, vllm_config, device)
         self.bias = bias
 
-    def load(self, shard: torch.Tensor, bias: torch.Tensor) -> None:
+    def load(self, shard: Tensor, bias: Tensor) -> None:
         """Replace the shard and its bias by others of their shapes."""
         self.unembedding.load(shard)
         self.bias.copy_(bias)
 
-    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+    def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         logits = self.unembedding(hidden) + self.bias
         return self.gather(logits) if gather else logits
 
@@ -262,14 +273,14 @@ class DraftVocabulary:
         self,
         config: DraftingConfig,
         heads: Any,
-        tensors: dict[str, torch.Tensor],
+        tensors: dict[str, Tensor],
         target: Target,
         reads_lm_head: bool = True,
     ) -> None:
         self.target = target
         self.lm_head = target.lm_head
         # [size]; None: the whole vocabulary
-        self.token_ids: torch.Tensor | None = None
+        self.token_ids: Tensor | None = None
         self.size = config.draft_vocab_size or target.vocab_size
         # Rows of the LM head, and their bias
         self.linear: PackedLinear | None = None
@@ -296,21 +307,21 @@ class DraftVocabulary:
         elif self.token_ids is None:
             self.bias = self.lm_head.bias
 
-    def ids(self, entries: torch.Tensor) -> torch.Tensor:
+    def ids(self, entries: Tensor) -> Tensor:
         """Token IDs of entries; INVALID ones stay."""
         return entries if self.token_ids is None else self._ids[entries]
 
-    def entries(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def entries(self, token_ids: Tensor) -> Tensor:
         """Entries of token IDs, -1 for others."""
         return token_ids if self.token_ids is None else self._entries[token_ids]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """The LM head's logits of states [rows, hidden]: [rows, size]."""
         if self.linear is None:
             return self.lm_head.logits(hidden)
         return self.linear(hidden) + self.bias
 
-    def classifiers(self, weight: torch.Tensor) -> PackedLinear:
+    def classifiers(self, weight: Tensor) -> PackedLinear:
         """y = W x for the drafted tokens' rows of classifiers [..., vocabulary, hidden],
         or for this rank's shard of them.
         """
@@ -320,7 +331,7 @@ class DraftVocabulary:
         rows = weight[..., self.token_ids.cpu(), :]
         return self.target.linear(rows.flatten(0, -2))
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """The logits [..., size] of the products of classifiers."""
         return self.lm_head.gather(logits) if self.token_ids is None else logits
 
@@ -356,18 +367,18 @@ class Target:
             if isinstance(layer, VocabParallelEmbeddingWithLoRA)
         ]
 
-    def linear(self, weight: torch.Tensor) -> PackedLinear:
+    def linear(self, weight: Tensor) -> PackedLinear:
         """y = W x on every rank for a matrix [out, in], packed for the platform's fastest
         product. The ranks divide its rows if that pays.
         """
         divided = self.divides([weight], len(weight))
         return PackedLinear(weight, self.vllm_config, self.device, divided)
 
-    def linear_of_rank(self, weight: torch.Tensor) -> PackedLinear:
+    def linear_of_rank(self, weight: Tensor) -> PackedLinear:
         """y = W x for a matrix [out, in] of this rank alone."""
         return PackedLinear(weight, self.vllm_config, self.device)
 
-    def divides(self, weights: Iterable[torch.Tensor], *sizes: int) -> bool:
+    def divides(self, weights: Iterable[Tensor], *sizes: int) -> bool:
         """Whether the ranks should divide weights whose products one collective joins,
         along dimensions of some sizes.
         """
@@ -375,26 +386,24 @@ class Target:
         read = sum(weight.numel() for weight in weights) * self.dtype.itemsize
         return pays(read, ranks) and not any(size % ranks for size in sizes)
 
-    def part(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    def part(self, tensor: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of a tensor, along a dimension that the ranks divide: a view."""
         size = tensor.shape[dim] // get_tensor_model_parallel_world_size()
         start = get_tensor_model_parallel_rank() * size
         return tensor.narrow(dim, start, size)
 
-    def all_reduce(self, summands: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, summands: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on every rank."""
         return tensor_model_parallel_all_reduce(summands)
 
-    def embedding(
-        self, weight: torch.Tensor
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def embedding(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""
         with set_current_vllm_config(self.vllm_config), self.device:
             table = VocabParallelEmbedding(*weight.shape, params_dtype=self.dtype)
         table.weight_loader(table.weight, weight)
         return table
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """The target's input embeddings of tokens [tokens], without adapters: [tokens,
         hidden], on every rank.
         """
@@ -427,7 +436,7 @@ class Target:
         self._prepare_graphs()
         return cut
 
-    def tapped_after(self, layers: Sequence[int]) -> torch.Tensor:
+    def tapped_after(self, layers: Sequence[int]) -> Tensor:
         """Keep the states after some layers in each forward; returns a buffer [layers,
         most tokens of a step, hidden].
 
@@ -439,9 +448,7 @@ class Target:
         self._prepare_graphs()
         return states
 
-    def with_token_heads(
-        self, weights: list[dict[str, torch.Tensor]]
-    ) -> torch.Tensor:
+    def with_token_heads(self, weights: list[dict[str, Tensor]]) -> Tensor:
         """Run further decoder layers beside the target's last one, each with KV of its
         own (DynaMo's token heads).
 
@@ -467,7 +474,7 @@ class Target:
         self._prepare_graphs()
         return states
 
-    def _states(self, layers: int) -> torch.Tensor:
+    def _states(self, layers: int) -> Tensor:
         """A buffer [layers, max_tokens, hidden]."""
         return torch.zeros(
             layers,

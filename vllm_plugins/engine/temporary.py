@@ -2,7 +2,7 @@
 """Attributes of vLLM's modules and objects that are ours for a moment."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 
@@ -18,3 +18,12 @@ def temporarily(owner: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del attributes[name]
         attributes.update(before)
+
+
+def unseen_by_connectors() -> AbstractContextManager[None]:
+    """A context for layers that run outside of vLLM's steps, which hides their KV from
+    connectors.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    return temporarily(kv_transfer_state, _KV_CONNECTOR_AGENT=None)

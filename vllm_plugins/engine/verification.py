@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -23,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import accept_drawn
-from vllm_ppd.vllm_plugins.engine.speculator import Speculator
+from vllm_ppd.vllm_plugins.engine.staging import DeviceCounts
 
 LARGEST = 128  # rows of logits; kernels for more rows are the same
 
@@ -31,21 +32,21 @@ LARGEST = 128  # rows of logits; kernels for more rows are the same
 class Verification(RejectionSampler):
     """Verifies the drafts of a speculator; further arguments are vLLM's."""
 
-    def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, speculator: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = speculator
         # Whether vLLM's kernel is compiled for the model's logits
         self._compiled = False
         # [rows of logits] request rows of the current chunk
-        self._rows: torch.Tensor | None = None
+        self._rows: Tensor | None = None
         self._token_ids = 0  # most logprob_token_ids of a request of the batch
 
     def __call__(
         self,
-        logits: torch.Tensor,
+        logits: Tensor,
         input_batch: Any,
-        draft_logits: torch.Tensor | None = None,
-        invalid_drafts: torch.Tensor | None = None,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
     ) -> Any:
         unusable = self.speculator.unusable(input_batch)
         if unusable is None:
@@ -63,18 +64,18 @@ class Verification(RejectionSampler):
 
     def _verify(
         self,
-        logits: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        draft_sampled: torch.Tensor,
-        pos: torch.Tensor,
-        cu_num_logits: torch.Tensor,
-        idx_mapping: torch.Tensor,
+        logits: Tensor,
+        draft_logits: Tensor | None,
+        draft_sampled: Tensor,
+        pos: Tensor,
+        cu_num_logits: Tensor,
+        idx_mapping: Tensor,
         idx_mapping_np: np.ndarray,
-        expanded_idx_mapping: torch.Tensor,
-        expanded_local_pos: torch.Tensor,
+        expanded_idx_mapping: Tensor,
+        expanded_local_pos: Tensor,
         seq_lens_upper_bound_np: np.ndarray,
-        verify_draft_sampled: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        verify_draft_sampled: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self._rows = expanded_idx_mapping
         processed_logits = self.sampler.apply_sampling_params(
             logits,
@@ -116,9 +117,9 @@ class Verification(RejectionSampler):
 
     def _get_logprobs_tensors(
         self,
-        sampled: torch.Tensor,
-        num_sampled: torch.Tensor,
-        logits: torch.Tensor,
+        sampled: Tensor,
+        num_sampled: Tensor,
+        logits: Tensor,
         *args: Any,
     ) -> LogprobsTensors | None:
         """As vLLM's sampler returns them, with those of logprob_token_ids, which its
@@ -170,3 +171,41 @@ def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
             None,
             torch.full((size,), 0.9, device=device),
         )
+
+
+class UnverifiedDrafts:
+    """Drafts that the next step emits, by request row.
+
+    Args:
+        rows: request rows.
+        device: of the drafts.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        # Row -1 takes padding. A CUDA graph writes them.
+        self.counts = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        self.emitted = DeviceCounts(1, device)
+
+    def beyond(self, batch: Any) -> Tensor:
+        """Which of a step's logits belong to drafts that are not emitted: [logits] bool."""
+        return batch.expanded_local_pos > self.counts[batch.expanded_idx_mapping]
+
+    def emit(
+        self,
+        sampled: Tensor,
+        drafts: Tensor,
+        local_pos: Tensor,
+    ) -> Tensor:
+        """The drafts in place of the tokens that the target samples at their positions:
+        [logits].
+
+        Args:
+            sampled: [logits] the target's samples.
+            drafts: [logits] the input token of each row of logits, -1 for a draft that
+                is not emitted.
+            local_pos: [logits] index of the row of logits within its request.
+        """
+        next_draft = drafts.roll(-1)
+        is_emitted = (local_pos.roll(-1) > 0) & (next_draft >= 0)
+        self.emitted.value += is_emitted.sum()
+        return torch.where(is_emitted, next_draft.to(sampled.dtype), sampled)

@@ -10,7 +10,6 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_steps import (
-    STEPS,
     most_requests,
     time_steps,
 )
@@ -18,15 +17,20 @@ from vllm_ppd.vllm_plugins.engine.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.verification import warm_up_top_p
-from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 
-class StepCostsMixin(UpdatedWorker):
+class StepCostsMixin:
     """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses
     the number of drafts.
     """
 
     model_runner: Any
+    _weight_update_is_draft: bool  # vLLM's
+
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()  # type: ignore[misc]
+        if not self._weight_update_is_draft:
+            self.model_runner.refresh_copies()
 
     def compile_or_warm_up_model(self) -> Any:
         runner = self.model_runner
@@ -54,7 +58,7 @@ class StepCostsMixin(UpdatedWorker):
             config,
             runner.vllm_config,
             runner.speculator.counters,
-            most_requests(runner, plans_of(counts, config.num_exits), STEPS),
+            most_requests(runner, plans_of(counts, config.num_exits)),
             counts,
             functools.partial(time_steps, runner),
         )

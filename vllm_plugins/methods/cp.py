@@ -16,24 +16,19 @@ No layer runs and no KV is written: the next step verifies [b, d1..dn] in one fo
 the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import Target
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
@@ -45,9 +40,7 @@ class ParallelRecurrence(Recurrence):
     read its gated layer. One all-reduce per token joins V u and W_o (...).
     """
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], target: Target
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], target: Target) -> None:
         own = dict(tensors)
         outer = tensors["cp.recurrence.outer"]
         own["cp.recurrence.outer"] = target.part(outer, 1)
@@ -60,14 +53,12 @@ class ParallelRecurrence(Recurrence):
             self.fuse = target.linear(tensors["cp.recurrence.fuse"])
         self.target = target
 
-    def joined(self, skip: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+    def joined(self, skip: Tensor, gated: Tensor) -> Tensor:
         self.target.part(gated, 1).add_(skip)
         return self.target.all_reduce(gated)
 
 
-def recurrence_of(
-    tensors: Mapping[str, torch.Tensor], target: Target
-) -> Recurrence:
+def recurrence_of(tensors: Mapping[str, Tensor], target: Target) -> Recurrence:
     """The recurrence of a CP head; the ranks divide it if that pays."""
     names = ("token", "inner", "outer")
     token, inner, outer = (tensors[f"cp.recurrence.{name}"] for name in names)
@@ -92,7 +83,7 @@ class CPDrafter(Drafter):
         self.gate = tensors["cp.gate"].to(
             device=target.device, dtype=target.dtype
         )
-        self.token_gate: torch.Tensor | None = None
+        self.token_gate: Tensor | None = None
         if heads.condition == "recurrent":
             self.factors -= 1
             self.token_gate = tensors["cp.token_gate"].to(self.gate)
@@ -139,8 +130,8 @@ class CPDrafter(Drafter):
     def _reader(
         self,
         step: DraftInputs,
-        newest: torch.Tensor,
-    ) -> Callable[[int, torch.Tensor | None], torch.Tensor]:
+        newest: Tensor,
+    ) -> Callable[[int, Tensor | None], Tensor]:
         """A reader of each draft's logits, as draft_in_sequence takes it, from E of the
         newest tokens [requests, d] on.
         """
@@ -150,7 +141,7 @@ class CPDrafter(Drafter):
             hidden = torch.cat([hidden, *layers], dim=-1)
         state = self.recurrence.start(hidden)
 
-        def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
+        def read(position: int, before: Tensor | None) -> Tensor:
             nonlocal state
             embedded = newest
             if before is not None:
@@ -161,7 +152,7 @@ class CPDrafter(Drafter):
 
         return read
 
-    def _logits(self, product: torch.Tensor) -> torch.Tensor:
+    def _logits(self, product: Tensor) -> Tensor:
         """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests,
         ..., r, out].
         """

@@ -10,21 +10,14 @@ select   joint over the heads' top-k given the emitted token, masked, thresholde
 draft    the joint's best n-gram, or a sample of it
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.sampling import divisor
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import Target
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 JOINT_AT_ONCE = 1 << 22  # entries
 PENALISED = 64  # latest tokens that the repetition penalty considers

@@ -6,22 +6,16 @@ The heads have their own embeddings and LM heads (heads/recurrent/module.py). No
 runs, and no KV is written.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from vllm_ppd.heads.cp.module import draft_in_sequence
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import Read, Recurrence
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary
-
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import Target
+from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
@@ -63,7 +57,7 @@ class RecurrentDrafter(Drafter):
         ]
         self.requests_at_once = max(1, LOGITS_AT_ONCE // vocabulary.size)
 
-    def _embedding(self, stage: int, table: torch.Tensor) -> Read:
+    def _embedding(self, stage: int, table: Tensor) -> Read:
         """An embedding; later heads with separate tables only read drafts, so tokens of
         the draft vocabulary.
         """
@@ -77,7 +71,7 @@ class RecurrentDrafter(Drafter):
         vocabulary = self.vocabulary
         state = self.recurrence.start(step.hidden)
 
-        def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
+        def read(position: int, before: Tensor | None) -> Tensor:
             nonlocal state
             tokens = step.newest_ids
             if before is not None:

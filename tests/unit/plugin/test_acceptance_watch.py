@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_ppd.vllm_plugins.draft_length.watch import AcceptanceWatch
+from vllm_ppd.vllm_plugins.draft_length.acceptance import AcceptanceWatch
 
 
 def test_watch_warns_once_and_again_after_recovery(

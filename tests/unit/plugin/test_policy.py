@@ -274,18 +274,19 @@ def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
 
 
 def test_a_requests_own_number_bounds_its_expected_drafts() -> None:
-    acceptance = Acceptance(K, 1)
     names = ["own", "all"]
     limits = {"own": 1}
+    acceptance = Acceptance(K, 1, limits)
     for _ in range(100):
-        acceptance.observe(names, [0, 0], K, [2, 1 + K], limits)
+        acceptance.observe(names, [0, 0], K, [2, 1 + K])
         acceptance.learn()
     # Second and third drafts of the first request count as neither right nor wrong.
     assert min(acceptance.kinds[0].expected[K:]) > 2.8
-    one, *_, three = acceptance.per_request(["own"], [0], limits)[1:]
+    one, *_, three = acceptance.per_request(["own"], [0])[1:]
     assert one == three
-    both = acceptance.per_request(names, [0, 0], limits)
-    every = acceptance.per_request(names, [0, 0], {})
+    both = acceptance.per_request(names, [0, 0])
+    limits.clear()
+    every = acceptance.per_request(names, [0, 0])
     assert both[1] == every[1] and both[K] < every[K] - 0.9
 
 

@@ -86,8 +86,7 @@ def test_steps_are_described(
     decoding = dict.fromkeys(("greedy", "sampling", "out"), 1 + K)
     step = getattr(chosen(scheduler, decoding, dict.fromkeys(decoding, K)), STEP)
     assert step.steady() and step.requests == 3
-    limits = {"sampling": 1}
-    assert seen[-1] == (3, 0, ["greedy", "sampling"], [GREEDY, 0], limits)
+    assert seen[-1] == (3, 0, ["greedy", "sampling"], [GREEDY, 0])
     # Half of the prompt, and a request that has just become able to decode
     tokens = {"greedy": 1 + K, "sampling": 1, "prompt": 2000}
     step = getattr(chosen(scheduler, tokens, {"greedy": K}), STEP)
@@ -128,8 +127,5 @@ def test_verified_drafts_and_matches_are_learnt(
     scheduler._matches = names, [1, 0, 1]
     scheduler._observe(step, 0.5, made, output)
     kinds = [GREEDY + LOOKED_UP, 0]
-    limits = {"sampling": 1}
-    assert seen == [
-        (step, 0.5, ["greedy", "sampling"], kinds, [4, 1], limits),
-    ]
+    assert seen == [(step, 0.5, ["greedy", "sampling"], kinds, [4, 1])]
     assert scheduler._kinds["out"] == OPTED_OUT

@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy import ndarray
+from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
@@ -47,13 +49,13 @@ class SavedStates:
         self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
-    def store(self, rows: torch.Tensor, state: CutState) -> None:
+    def store(self, rows: Tensor, state: CutState) -> None:
         """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs;
         rows [tokens] int64, negative ones from the end.
         """
         write((self.hidden, self.residual), rows, state)
 
-    def load(self, rows: torch.Tensor) -> CutState:
+    def load(self, rows: Tensor) -> CutState:
         """Copies of the states at some rows: [tokens, hidden] each."""
         residual = self.residual
         if residual is not None:
@@ -61,7 +63,7 @@ class SavedStates:
         return self.hidden.index_select(0, rows), residual
 
 
-def write(target: CutState, rows: torch.Tensor, state: CutState) -> None:
+def write(target: CutState, rows: Tensor, state: CutState) -> None:
     """Overwrite rows of a state."""
     for store, values in zip(target, state, strict=True):
         if store is not None and values is not None:
@@ -102,7 +104,7 @@ class DeferredKV:
         )
         # Of a mixed step: its batch, the requests without states, and the indices of
         # their tokens in the step
-        self._fresh: tuple[Any, np.ndarray, torch.Tensor] | None = None
+        self._fresh: tuple[Any, ndarray, Tensor] | None = None
 
     def begin_step(self, batch: Any, may_mix: bool) -> None:
         """Determine from the schedule which tokens have states.
@@ -143,9 +145,7 @@ class DeferredKV:
             self._fresh = batch, np.flatnonzero(~known), index
         async_tensor_h2d(state_rows, out=self.state_rows[:padded])
 
-    def note_drafted(
-        self, rows: np.ndarray, drafted: np.ndarray, exit: int
-    ) -> None:
+    def note_drafted(self, rows: ndarray, drafted: ndarray, exit: int) -> None:
         """Note which states the next step may use. Those of another exit expire.
 
         Args:
@@ -165,8 +165,8 @@ class DeferredKV:
 
     def states(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         passes: Any,
     ) -> CutState:
         """The states of the step's tokens at the exit: [tokens, hidden] each.
@@ -196,11 +196,11 @@ class DeferredKVCut(ModelCut):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None,
-        positions: torch.Tensor,
+        input_ids: Tensor | None,
+        positions: Tensor,
         state: CutState | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor | CutState:
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor | CutState:
         if self.deferred is None or self.deferred.mode == "full":
             return super().forward(input_ids, positions, state, inputs_embeds)
         output: Any = self.deferred.states(input_ids, positions, self.passes)
@@ -209,7 +209,7 @@ class DeferredKVCut(ModelCut):
         return output
 
     def shallow(
-        self, exit: int, input_ids: torch.Tensor, positions: torch.Tensor
+        self, exit: int, input_ids: Tensor, positions: Tensor
     ) -> CutState:
         """Run the layers before an exit, outside of CUDA graphs by pieces.
 
@@ -228,7 +228,7 @@ class DeferredKVCut(ModelCut):
             state = stack(positions, *state)
         return state
 
-    def run(self, offset: int, token_ids: torch.Tensor) -> CutState:
+    def run(self, offset: int, token_ids: Tensor) -> CutState:
         """Run the layers before the exit over one token per staged request, and keep
         its state for the next step.
 

@@ -9,21 +9,148 @@ other.
 
 Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n *
 l/L + 1 full passes per cycle.
+
+A reading is final norm, early head T, and the target's LM head, across tensor-parallel
+ranks. The best tokens are found in each rank's own part of the vocabulary; samples need
+the logits of all parts.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.folder import load_tensors
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.sampling import Sampling, draw_rows
+from vllm_ppd.kernels.topk import merge_topk, shard_topk
+from vllm_ppd.model_patches.adapters import kernels_first
+from vllm_ppd.model_patches.base import Adapter, CutState
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.target import LMHead, Target
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
-from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
-if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.engine.target import Target
+
+def early_heads(
+    config: DraftingConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> EarlyHeads | None:
+    """The early heads of the options, for drafting; None if exits are read without
+    heads.
+
+    Raises:
+        HeadsError: if the folder cannot be read.
+    """
+    if config.model is None:
+        return None
+    heads = EarlyHeads(*load_tensors(config.model, EarlyConfig))
+    return heads.requires_grad_(False).to(device=device, dtype=dtype)
+
+
+class EarlyReader:
+    """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section
+    2.1).
+
+    Without heads T is the identity: the target's own final norm and LM head, as PPD
+    reads untrained exits.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        lm_head: LMHead,
+        heads: EarlyHeads | None,
+    ) -> None:
+        self.adapter = adapter
+        self.heads = heads
+        self.lm_head = lm_head
+        if heads is not None and heads.form == "classifier":
+            for name, weight in heads.weights.items():
+                heads.weights[name] = nn.Parameter(
+                    self.lm_head.shard(weight.data), requires_grad=False
+                )
+
+    def read(
+        self,
+        exit_layer: int,
+        state: CutState,
+        sampling: Sampling | None,
+        with_confidence: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The exit's best token of each row, or a sample of each row's distribution, of
+        which rows at temperature 0 take the best token. Overwrites the state.
+
+        Returns:
+            (token IDs [rows] int64, INVALID where the exit's logits are not finite;
+            probabilities of the exit's best tokens [rows] float32 if requested).
+        """
+        if sampling is None:
+            ids, probability = self._best(exit_layer, state, 1, with_confidence)
+            confidence = None if probability is None else probability[:, 0]
+            return ids[:, 0], confidence
+        logits = self._logits(exit_layer, state, gather=True)
+        confidence = None
+        if with_confidence:
+            # Of the likeliest token, not the drawn one, as for greedy requests.
+            best = logits.amax(dim=-1)
+            confidence = (best - torch.logsumexp(logits.float(), dim=-1)).exp()
+        return chosen(draw_rows, logits)(logits, sampling), confidence
+
+    def candidates(self, exit_layer: int, state: CutState, k: int) -> Tensor:
+        """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
+        the state.
+        """
+        return self._best(exit_layer, state, k, False)[0].clamp(min=0)
+
+    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> Tensor:
+        """The exit's logits: [rows, vocabulary], or this rank's shard of them."""
+        with kernels_first():
+            hidden = self.adapter.norm(*state)
+        if self.heads is None:
+            return self.lm_head.logits(hidden, gather)
+        read: Tensor = self.heads(hidden, exit_layer)
+        if self.heads.form == "transform":
+            return self.lm_head.logits(read, gather)
+        return self.lm_head.gather(read) if gather else read
+
+    def _best(
+        self,
+        exit_layer: int,
+        state: CutState,
+        k: int,
+        with_probability: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The k best token IDs of the whole vocabulary [rows, k], and their
+        probabilities if requested.
+
+        Under tensor parallelism the ranks exchange (value, token id) pairs of their
+        shards, not logits.
+        """
+        lm_head = self.lm_head
+        best = shard_topk(
+            self._logits(exit_layer, state, gather=False),
+            k,
+            lm_head.vocab_start,
+            lm_head.num_valid,
+            with_probability,
+        )
+        if lm_head.tp_size == 1:
+            if not with_probability:
+                return best.token_ids, None
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
+        # float32 is exact for token ids below 2^24, and every backend can exchange it.
+        token_ids = best.token_ids.float()
+        logsumexp = best.logsumexp[:, None]
+        packed = torch.cat([best.values, token_ids, logsumexp], dim=-1)
+        parts = lm_head.all_gather(packed).unflatten(-1, (-1, 2 * k + 1))
+        values, token_ids, logsumexp = parts.split((k, k, 1), dim=-1)
+        logsumexp = logsumexp.squeeze(-1)
+        ids, probabilities = merge_topk(values, token_ids, logsumexp, k)
+        return ids, probabilities if with_probability else None
 
 
 class EarlyExitDrafter(Drafter):
@@ -39,21 +166,22 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids = step.newest_ids
-        readings = []
+        drafts = []
+        confidences: list[Any] = []
         exit_layer = self.cut.exit_layers[self.cut.exit]
         looked_up = step.looked_up
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
             state = self.cut.run(offset, token_ids)
             sampling = step.sampling and step.sampling.ahead(offset)
-            reading = self.reader.read(
+            token_ids, confidence = self.reader.read(
                 exit_layer,
                 state,
                 sampling,
                 with_confidence,
             )
-            readings.append(reading)
-            token_ids = reading.token_ids
+            drafts.append(token_ids)
+            confidences.append(confidence)
             if looked_up is not None:
                 if offset == 0:
                     taken = looked_up.taken(token_ids)
@@ -62,12 +190,10 @@ class EarlyExitDrafter(Drafter):
                 )
         # For the last draft's state, from which the deep pass starts
         self.cut.run(step.num_drafts, token_ids)
-        tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
+        tokens = torch.stack(drafts, dim=1)
         if not with_confidence:
             return Drafts(tokens)
-        confidences = [reading.confidence for reading in readings]
-        confidence = torch.stack(confidences, dim=1)  # type: ignore[arg-type]
         # NaN passes here, as its draft is INVALID.
-        confident = ~(confidence <= self.gamma)
+        confident = ~(torch.stack(confidences, dim=1) <= self.gamma)
         counts = confident.cumprod(dim=1).sum(dim=1)
         return Drafts(tokens, counts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -17,7 +18,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 )
 
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 logger = init_logger("vllm.vllm_ppd")
@@ -52,7 +53,7 @@ class ShallowPasses:
         self.zero = torch.tensor(0, device=self.device)
         self.no_row = self.zero - 1
         # [requests] bounds of sequence lengths; None while capturing a graph
-        self.bounds: torch.Tensor | None = None
+        self.bounds: Tensor | None = None
         self.without_attention = False
         # Whether metadata are updated in place, so that a CUDA graph may contain the
         # passes; unknown before vLLM has measured its memory
@@ -69,7 +70,7 @@ class ShallowPasses:
 
     def begin_drafting(
         self,
-        bounds: torch.Tensor | None,
+        bounds: Tensor | None,
         without_attention: bool = False,
     ) -> None:
         """A step's drafts are about to be made."""
@@ -77,7 +78,7 @@ class ShallowPasses:
         self.metadata = None
         self.bounds = bounds
 
-    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
+    def one_token(self, offset: int, token_ids: Tensor) -> CutState:
         """The layers before the step's exit on a token of each staged request; rows of
         padding write no KV.
 
@@ -132,7 +133,7 @@ class ShallowPasses:
         self,
         offset: int,
         requests: int,
-        mappings: torch.Tensor,
+        mappings: Tensor,
     ) -> None:
         """Metadata of the next pass, made once per step unless a backend's cannot be
         updated in place.
@@ -166,9 +167,7 @@ class ShallowPasses:
             is_prefilling=self.prefilling[:requests],
         )
 
-    def _metadata(
-        self, bounds: torch.Tensor | None, **batch: Any
-    ) -> dict[str, Any]:
+    def _metadata(self, bounds: Tensor | None, **batch: Any) -> dict[str, Any]:
         """Metadata of the layers before the last exit; inside a CUDA graph they are computed
         again at every replay.
 
@@ -193,9 +192,9 @@ class ShallowPasses:
         exit: int,
         batch: Any,
         requests: np.ndarray,
-        index: torch.Tensor,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
+        index: Tensor,
+        input_ids: Tensor,
+        positions: Tensor,
     ) -> CutState:
         """The layers before an exit over every token of some requests.
 

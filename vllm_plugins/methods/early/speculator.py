@@ -12,7 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from vllm_ppd.vllm_plugins.engine.speculator import Speculator
+from vllm_ppd.vllm_plugins.engine.speculator import Speculator, decode_only
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import (
     DeferredKV,
     SavedStates,
@@ -112,12 +112,10 @@ class DeferredKVSpeculator(Speculator):
         super().init_cudagraph_manager(
             cudagraph_mode if capturable else CUDAGraphMode.NONE
         )
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         self.deep_graphs = ModelCudaGraphManager(
             self.vllm_config,
             self.device,
-            mode,
+            decode_only(cudagraph_mode),
             self.deferred.width,
         )
         for manager in (self.graphs, self.sampled_graphs):
@@ -219,8 +217,10 @@ class DeferredKVSpeculator(Speculator):
         )
         drafts = super().propose(batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
+            read = batch.num_computed_prefill_tokens_np
+            read = read + batch.num_scheduled_tokens
             self.deferred.note_drafted(
-                batch.idx_mapping_np, self.decodes(batch), self.cut.exit
+                batch.idx_mapping_np, read >= batch.prefill_len_np, self.cut.exit
             )
         return drafts
 

@@ -122,40 +122,31 @@ class Candidates:
         stale = changed & (offsets > 0)
         self.copied[rows] = held
         first = np.zeros(stale.sum(), dtype=np.int64)
-        self._copy(
+        self.copy(
             rows[stale], requests[stale], positions[stale], first, whole=True
         )
-
-    def choose(
-        self,
-        rows: ndarray,
-        requests: ndarray,
-        positions: ndarray,
-        winners: ndarray,
-    ) -> None:
-        """Copy the winner's entry into the request's block and those of its other
-        candidates.
-
-        Args:
-            rows, requests, positions: as in blocks.
-            winners: [rows] the right candidate; 0 also if the request's own block was
-                written again.
-        """
-        self._copy(rows, requests, positions, winners, whole=False)
 
     def forget(self) -> None:
         """Reset after a change of the batch or of block tables."""
         self.copied.fill(NONE)
 
-    def _copy(
+    def copy(
         self,
         rows: ndarray,
         requests: ndarray,
         positions: ndarray,
         sources: ndarray,
-        whole: bool,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Copy the source candidate's blocks of every group over the others.
+        """Copy the source candidate's blocks of every group over the request's block and
+        those of its other candidates.
+
+        Args:
+            rows, requests, positions: as in blocks.
+            sources: [rows] the right candidate; 0 also if the request's own block was
+                written again.
+            whole: whether more than the entry at the position has changed.
 
         On a CPU, whose blocks are large, only the entry at the position is copied
         unless the whole block is asked for. Elsewhere whole blocks are, since a backend

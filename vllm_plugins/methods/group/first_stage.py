@@ -18,7 +18,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.target import CopiedLMHead
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
-from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
+from vllm_ppd.vllm_plugins.methods.early.drafter import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import (
     NONE,
     Candidates,
@@ -87,7 +87,7 @@ class FirstStage(Stage):
             self.runner, self.cut, config.candidates, self.requests
         )
         self._stops: dict[str, set[int]] = {}  # of requests by name
-        # Arguments of Candidates.choose for written entries that the other candidates
+        # Arguments of Candidates.copy for written entries that the other candidates
         # of their requests do not have yet
         self._unsettled: tuple[ndarray, ...] | None = None
 
@@ -329,5 +329,5 @@ class FirstStage(Stage):
     def _settle_candidates(self) -> None:
         """Copy the target's choice to all candidates, while the last stage computes."""
         if self._unsettled is not None:
-            self.candidates.choose(*self._unsettled)
+            self.candidates.copy(*self._unsettled)
             self._unsettled = None

@@ -14,7 +14,7 @@ Overrides, each of which calls vLLM's:
     sample_tokens         the micro-steps of the first stage; counters travel with the
                           output
     reload_weights        the first stage gets the norm and LM head again
-                          (engine/weight_updates.py)
+                          (engine/runner.py)
 
 The tokens of a group step reach the first stage's tables as those of every step do: by
 vLLM's broadcast. vLLM reads it two steps later, as two batches are in flight then.
@@ -35,7 +35,7 @@ from vllm.utils.mem_utils import DeviceMemoryProfiler
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
+from vllm_ppd.vllm_plugins.engine.runner import UpdatedRunner
 from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker, ModelRunner
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage

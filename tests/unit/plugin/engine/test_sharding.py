@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_ppd.vllm_plugins.engine.sharding import pays
+from vllm_ppd.vllm_plugins.engine.target import pays
 
 # [out, in] by the width d of the states. A recurrence is V, W_g, W_i and W_o, of 2 d
 # inner numbers; a quarter of the vocabulary is drafted.
