@@ -79,20 +79,15 @@ def conditional_log_probs(
 
 def balance_loss(
     log_weights: Tensor,  # [tokens, r]
-    valid: Tensor | None = None,  # [tokens] bool: the tokens that count
 ) -> Tensor:
     """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest
     weight (eq. 10): a scalar.
 
     The counts have no gradient, so this is a straight-through estimate: the value comes
     from the hard counts, the gradient from the mean soft weights. The loss is 0 for
-    rank 1, and if no token counts.
+    rank 1.
     """
-    if valid is not None:
-        log_weights = log_weights[valid]
-    tokens, rank = log_weights.shape
-    if tokens == 0:
-        return at_least_float32(log_weights).sum()
+    rank = log_weights.shape[1]
     weights = at_least_float32(log_weights).exp()
     soft = weights.mean(dim=0)
     assigned = functional.one_hot(weights.argmax(dim=-1), rank)
