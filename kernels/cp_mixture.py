@@ -9,6 +9,7 @@ natural.
 """
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import (
@@ -24,9 +25,9 @@ RULED_OUT = -1e5
 
 
 def posterior(
-    log_weights: torch.Tensor,  # [rows, r], before the token
-    log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
-) -> torch.Tensor:
+    log_weights: Tensor,  # [rows, r], before the token
+    log_factor: Tensor,  # [rows, r], each expert's log-probability of the token
+) -> Tensor:
     """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised:
     [rows, r].
 
@@ -39,9 +40,9 @@ def posterior(
 
 
 def mixture(
-    log_weights: torch.Tensor,  # [rows, r], the posterior after the tokens so far
-    log_factors: torch.Tensor,  # [rows, r, vocab], of the next position
-) -> torch.Tensor:
+    log_weights: Tensor,  # [rows, r], the posterior after the tokens so far
+    log_factors: Tensor,  # [rows, r, vocab], of the next position
+) -> Tensor:
     """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq.
     11 to 13): [rows, vocab].
 
@@ -57,12 +58,12 @@ def mixture(
 
 
 def conditional_log_probs(
-    log_weights: torch.Tensor,  # [rows, r]
+    log_weights: Tensor,  # [rows, r]
     # [rows, n, r, k], at k tokens of each position, the observed one first
-    log_factors: torch.Tensor,
+    log_factors: Tensor,
     # [rows, n] bool: where the observed token is in the vocabulary (None: all)
-    known: torch.Tensor | None = None,
-) -> torch.Tensor:
+    known: Tensor | None = None,
+) -> Tensor:
     """log P(x | x_1..x_{s-1}) of each of the k tokens, the terms of eq. 9 for the
     observed ones: [rows, n, k]. Unknown observed tokens leave the weights alone.
     """
@@ -77,21 +78,16 @@ def conditional_log_probs(
 
 
 def balance_loss(
-    log_weights: torch.Tensor,  # [tokens, r]
-    valid: torch.Tensor | None = None,  # [tokens] bool: the tokens that count
-) -> torch.Tensor:
+    log_weights: Tensor,  # [tokens, r]
+) -> Tensor:
     """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest
     weight (eq. 10): a scalar.
 
     The counts have no gradient, so this is a straight-through estimate: the value comes
     from the hard counts, the gradient from the mean soft weights. The loss is 0 for
-    rank 1, and if no token counts.
+    rank 1.
     """
-    if valid is not None:
-        log_weights = log_weights[valid]
-    tokens, rank = log_weights.shape
-    if tokens == 0:
-        return at_least_float32(log_weights).sum()
+    rank = log_weights.shape[1]
     weights = at_least_float32(log_weights).exp()
     soft = weights.mean(dim=0)
     assigned = functional.one_hot(weights.argmax(dim=-1), rank)
@@ -101,16 +97,16 @@ def balance_loss(
 
 @torch.no_grad()
 def draft_chain(
-    log_weights: torch.Tensor,  # [rows, r], before the first position
+    log_weights: Tensor,  # [rows, r], before the first position
     # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
-    logits: torch.Tensor,
+    logits: Tensor,
     # [rows] int64, position 1; -1 where the logits have no entry for it
-    first_token: torch.Tensor | None,
+    first_token: Tensor | None,
     # of each row, at the position before the first draft
     sampling: Sampling | None = None,
     # [vocab] int64, the entries' token IDs; None: 0, 1, ...
-    token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Draft positions 2 to n; the first token and then each draft update the weights
     (section 2.4).
 
@@ -166,7 +162,7 @@ def draft_chain(
     return torch.stack(tokens, dim=1), weights.log()
 
 
-def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+def _of_token(factors: Tensor, token: Tensor) -> Tensor:
     """Each expert's factor [rows, r] of a token [rows], from factors [rows, r, vocab];
     arbitrary for INVALID.
     """

@@ -17,6 +17,7 @@ E* is read once).
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
@@ -164,12 +165,12 @@ def _advance(
 
 @torch.no_grad()
 def draft_chain(
-    log_weights: torch.Tensor,
-    logits: torch.Tensor,
-    first_token: torch.Tensor | None,
+    log_weights: Tensor,
+    logits: Tensor,
+    first_token: Tensor | None,
     sampling: Sampling | None = None,
-    token_ids: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Same as the reference, in float32; float64 goes through the reference. Ties give
     the lowest id.
     """

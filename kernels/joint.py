@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import (
@@ -32,21 +33,21 @@ class Ngrams(NamedTuple):
 
     # [entries] int64, x_1 B^(n-1) + ... + x_n of the tokens' digits, ascending within
     # an order
-    keys: torch.Tensor
-    ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
+    keys: Tensor
+    ratios: Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
     # [n] int64, where the entries of each order begin, and where the last ones end
-    starts: torch.Tensor
+    starts: Tensor
     bounds: tuple[int, ...]  # starts, on the host
     base: int  # B
     vocab_size: int
     # [vocabulary] int64, the digit of each token; None: its id
-    columns: torch.Tensor | None = None
+    columns: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Ngrams:
         parts: Any = (x.to(device) if torch.is_tensor(x) else x for x in self)
         return Ngrams(*parts)
 
-    def digits(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def digits(self, token_ids: Tensor) -> Tensor:
         """The digit of each token."""
         if self.columns is None:
             return token_ids
@@ -58,13 +59,13 @@ class Top(NamedTuple):
 
     # [heads, rows, k] float32 log-probabilities up to a constant per row, in descending
     # order
-    scores: torch.Tensor
-    ids: torch.Tensor  # [heads, rows, k] int64
+    scores: Tensor
+    ids: Tensor  # [heads, rows, k] int64
     # [rows] int64, precedes the heads' tokens with probability 1
-    first_token: torch.Tensor | None = None
+    first_token: Tensor | None = None
 
     @property
-    def token_ids(self) -> list[torch.Tensor]:
+    def token_ids(self) -> list[Tensor]:
         """The candidates [rows, k_i] for each of the n tokens."""
         given = [] if self.first_token is None else [self.first_token[:, None]]
         return [*given, *self.ids]
@@ -75,27 +76,27 @@ class Peaks(NamedTuple):
     division by the joint's sum.
     """
 
-    sums: torch.Tensor  # [n, rows, parts] float32
-    entries: torch.Tensor  # [n, rows, parts] float32
-    places: torch.Tensor  # [n, rows, parts] int64 in the flattened joint
+    sums: Tensor  # [n, rows, parts] float32
+    entries: Tensor  # [n, rows, parts] float32
+    places: Tensor  # [n, rows, parts] int64 in the flattened joint
 
 
 class Likeliest(NamedTuple):
     """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
     # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
-    order: torch.Tensor
+    order: Tensor
     # [rows] int64, tokens after the first; 1, which is INVALID, where a joint is not
     # finite
-    drafts: torch.Tensor
-    tokens: torch.Tensor  # [rows, n] int64, -1 past the order
+    drafts: Tensor
+    tokens: Tensor  # [rows, n] int64, -1 past the order
     # [rows, n] int64, indices into each head's top-k, 0 past the order
-    places: torch.Tensor
-    floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
-    total: torch.Tensor  # [rows] float32, sum of the joint
+    places: Tensor
+    floor: Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
+    total: Tensor  # [rows] float32, sum of the joint
 
 
-def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
+def mask(ids: Sequence[Tensor], ngrams: Ngrams) -> Tensor:
     """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted:
     [rows, k_1, ..., k_n] float32.
 
@@ -121,7 +122,7 @@ def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
 
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
-) -> tuple[Peaks, list[torch.Tensor]]:
+) -> tuple[Peaks, list[Tensor]]:
     """Build each order's joint: the product of heads' probabilities in their top-k (eq.
     2), times mask^alpha_c (eq. 6).
 
@@ -137,7 +138,7 @@ def find_peaks(
     Returns:
         (peaks, joints [rows, k_1, ..., k_m] float32, not divided by their sums).
     """
-    joints: list[torch.Tensor] = []
+    joints: list[Tensor] = []
     product = top.scores.new_ones(top.ids.shape[1])
     first = (
         [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
@@ -152,7 +153,7 @@ def find_peaks(
     return peaks_of(joints), joints
 
 
-def peaks_of(joints: list[torch.Tensor]) -> Peaks:
+def peaks_of(joints: list[Tensor]) -> Peaks:
     """The peaks of joints that are not split into parts."""
     flat = [joint.flatten(1) for joint in joints]
     best = [joint.max(dim=1, keepdim=True) for joint in flat]
@@ -163,9 +164,7 @@ def peaks_of(joints: list[torch.Tensor]) -> Peaks:
     )
 
 
-def back_off(
-    peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float
-) -> Likeliest:
+def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest:
     """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1),
     else one token (Algorithm 1).
 
@@ -212,7 +211,7 @@ def back_off(
 BINS = 256
 
 
-def gaussian_blur(joint: torch.Tensor, kernel_size: int) -> torch.Tensor:
+def gaussian_blur(joint: Tensor, kernel_size: int) -> Tensor:
     """Blur every token axis with a separable Gaussian of an odd size, edges replicated;
     size 1 changes nothing.
     """
@@ -236,7 +235,7 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int) -> torch.Tensor:
     return joint
 
 
-def otsu_threshold(values: torch.Tensor) -> torch.Tensor:
+def otsu_threshold(values: Tensor) -> Tensor:
     """Otsu's threshold of each row: the histogram cut of greatest between-class
     variance.
 
@@ -270,11 +269,11 @@ def otsu_threshold(values: torch.Tensor) -> torch.Tensor:
 
 
 def adaptive_threshold(
-    joint: torch.Tensor,
-    floor: torch.Tensor,  # [rows] static threshold, eps_b^(n-1)
+    joint: Tensor,
+    floor: Tensor,  # [rows] static threshold, eps_b^(n-1)
     blur: int,
     adaptive: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Set entries under the static floor to 0, then those under Otsu's threshold
     (DynaMo, section 3.2.2).
 
@@ -293,18 +292,18 @@ def adaptive_threshold(
     return torch.where(survives, kept, 0.0)
 
 
-def _by_row(values: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
+def _by_row(values: Tensor, joint: Tensor) -> Tensor:
     """View [rows] as [rows, 1, .., 1], to compare with a joint's entries."""
     return values.view(-1, *[1] * (joint.dim() - 1))
 
 
 def penalise_repetition(
-    joint: torch.Tensor,
-    token_ids: Sequence[torch.Tensor],  # [rows, k_i] of each head
+    joint: Tensor,
+    token_ids: Sequence[Tensor],  # [rows, k_i] of each head
     penalty: float,
     # [rows, k_i] bool of each head: tokens of the context
-    seen: Sequence[torch.Tensor] | None = None,
-) -> torch.Tensor:
+    seen: Sequence[Tensor] | None = None,
+) -> Tensor:
     """Divide an entry by the penalty, once, if one of its tokens is in the context or
     repeats an earlier token.
     """
@@ -318,7 +317,7 @@ def penalise_repetition(
     return torch.where(repeats, joint / penalty, joint)
 
 
-def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
+def _on_axis(values: Tensor, axis: int, axes: int) -> Tensor:
     """View [rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
     shape = [1] * axes
     shape[axis] = values.shape[1]
@@ -326,11 +325,11 @@ def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
 
 
 def cut(
-    joints: Sequence[torch.Tensor],
+    joints: Sequence[Tensor],
     likeliest: Likeliest,
     blur: int,
     adaptive: bool,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Divide the joint of each order by its sum and apply the thresholds; valid only in
     rows of that order.
     """
@@ -343,8 +342,8 @@ def cut(
 
 
 def conditional(
-    joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor
-) -> torch.Tensor:
+    joints: Sequence[Tensor], order: Tensor, before: Tensor
+) -> Tensor:
     """The distribution [rows, k] of the token after those with indices `before` [rows,
     tokens]; zero past the order.
     """
@@ -362,7 +361,7 @@ def conditional(
     return result
 
 
-def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def truncated(probs: Tensor, sampling: Sampling) -> Tensor:
     """Cut distributions [rows, entries] to the rows' top-k, then to their top-p, and
     renormalize them, as vLLM does. Entries that tie with the last kept entry stay.
     """
@@ -383,13 +382,13 @@ def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def draw_ngrams(
-    joints: Sequence[torch.Tensor],  # of each order from 1, [rows, k_1, ..., k_m]
+    joints: Sequence[Tensor],  # of each order from 1, [rows, k_1, ..., k_m]
     likeliest: Likeliest,
     top: Top,
     blur: int,
     adaptive: bool,
     sampling: Sampling,  # with the positions for the first draft
-) -> torch.Tensor:
+) -> Tensor:
     """Draw an n-gram of each row's order in proportion to the joint after the
     thresholds.
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_ppd.kernels import joint
 from vllm_ppd.kernels.joint import BINS, Likeliest, Ngrams, Peaks, Top
@@ -211,7 +212,7 @@ def _back_off(
 
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
-) -> tuple[Peaks, list[torch.Tensor]]:
+) -> tuple[Peaks, list[Tensor]]:
     """Same as the reference, but with several parts per row."""
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
@@ -244,9 +245,7 @@ def find_peaks(
     return peaks, joints
 
 
-def back_off(
-    peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float
-) -> Likeliest:
+def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest:
     """Same as the reference."""
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
@@ -504,13 +503,13 @@ def _draw_ngrams(
 
 
 def draw_ngrams(
-    joints: Sequence[torch.Tensor],
+    joints: Sequence[Tensor],
     likeliest: Likeliest,
     top: Top,
     blur: int,
     adaptive: bool,
     sampling: Sampling,
-) -> torch.Tensor:
+) -> Tensor:
     """Same as the reference, which runs for blurs other than 1 and 3 and for more than
     three heads.
     """

@@ -14,23 +14,24 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 class Texts(NamedTuple):
     """The tokens of all requests."""
 
-    token_ids: torch.Tensor  # [request rows, max length] int32
-    lengths: torch.Tensor  # [request rows] int32
+    token_ids: Tensor  # [request rows, max length] int32
+    lengths: Tensor  # [request rows] int32
 
 
 def look_up(
     texts: Texts,
-    rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding
+    rows: Tensor,  # [requests] int64, request rows; -1 for padding
     shortest: int,
     longest: int,
     window: int,
-    matched: torch.Tensor,  # [requests] int32, written
-    drafts: torch.Tensor,  # [requests, K] int64, written
+    matched: Tensor,  # [requests] int32, written
+    drafts: Tensor,  # [requests, K] int64, written
 ) -> None:
     """Look drafts up.
 
@@ -58,11 +59,11 @@ def look_up(
 
 def judge(
     texts: Texts,
-    rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding
-    drafts: torch.Tensor,  # [requests, 1 + 2 K] int64
-    began: torch.Tensor,  # [request rows + 1] int32, written
-    trials: torch.Tensor,  # [request rows + 1, 1 + 2 K] int64, written
-    gains: torch.Tensor,  # [kinds] int32, written
+    rows: Tensor,  # [requests] int64, request rows; -1 for padding
+    drafts: Tensor,  # [requests, 1 + 2 K] int64
+    began: Tensor,  # [request rows + 1] int32, written
+    trials: Tensor,  # [request rows + 1, 1 + 2 K] int64, written
+    gains: Tensor,  # [kinds] int32, written
 ) -> None:
     """Compare drafts with what the texts became, and note new ones for later.
 

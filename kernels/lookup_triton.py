@@ -6,6 +6,7 @@ request.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_ppd.kernels.lookup import Texts
 
@@ -14,12 +15,12 @@ BLOCK = 1024  # places of a text that a program compares
 
 def look_up(
     texts: Texts,
-    rows: torch.Tensor,
+    rows: Tensor,
     shortest: int,
     longest: int,
     window: int,
-    matched: torch.Tensor,
-    drafts: torch.Tensor,
+    matched: Tensor,
+    drafts: Tensor,
 ) -> None:
     window = min(window, texts.token_ids.shape[1])
     blocks = triton.cdiv(window, BLOCK)
@@ -55,11 +56,11 @@ def look_up(
 
 def judge(
     texts: Texts,
-    rows: torch.Tensor,
-    drafts: torch.Tensor,
-    began: torch.Tensor,
-    trials: torch.Tensor,
-    gains: torch.Tensor,
+    rows: Tensor,
+    drafts: Tensor,
+    began: Tensor,
+    trials: Tensor,
+    gains: Tensor,
 ) -> None:
     width = drafts.shape[1]
     _judge[(len(rows),)](

@@ -10,12 +10,13 @@ a CPU, whose blocks are large, copying one token's entry is far cheaper than its
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 
 def copy_blocks(
-    kv_caches: Sequence[torch.Tensor],  # [blocks, ...] of each layer, any strides
-    source_blocks: torch.Tensor,  # [pairs] int64
-    target_blocks: torch.Tensor,  # [pairs] int64; distinct, and none of them a source
+    kv_caches: Sequence[Tensor],  # [blocks, ...] of each layer, any strides
+    source_blocks: Tensor,  # [pairs] int64
+    target_blocks: Tensor,  # [pairs] int64; distinct, and none of them a source
 ) -> None:
     """Copy blocks, in place, in every layer."""
     for cache in kv_caches:
@@ -24,12 +25,12 @@ def copy_blocks(
 
 def copy_entries(
     kv_caches: Sequence[
-        torch.Tensor
+        Tensor
     ],  # [blocks, KV heads, block size, content] of each layer
     # [pairs] int64, block * block size + offset, as in vLLM's slot mappings
-    source_slots: torch.Tensor,
-    target_slots: torch.Tensor,  # [pairs] int64; distinct, and none of them a source
-    places: torch.Tensor,  # [block size, numbers] int64, from entry_places
+    source_slots: Tensor,
+    target_slots: Tensor,  # [pairs] int64; distinct, and none of them a source
+    places: Tensor,  # [block size, numbers] int64, from entry_places
 ) -> None:
     """Copy tokens' keys and values from slot to slot, in place, in every layer."""
     size = len(places)
@@ -43,9 +44,9 @@ def copy_entries(
 
 
 def entry_places(
-    write: Callable[[torch.Tensor, int, torch.Tensor], None],
-    kv_cache: torch.Tensor,
-) -> torch.Tensor:
+    write: Callable[[Tensor, int, Tensor], None],
+    kv_cache: Tensor,
+) -> Tensor:
     """Find where a backend stores each offset of a block.
 
     The backend writes each offset of an empty block. An offset's places ascend; in

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 GREEDY_BELOW = 1e-5  # temperature, as in vLLM's sampler
 INVALID = -1  # stands for a draft that had no valid distribution
@@ -21,20 +22,18 @@ class Sampling(NamedTuple):
     (exponential).
     """
 
-    temperature: (
-        torch.Tensor
-    )  # [rows] float32; below 1e-5 the row takes the best token
-    top_k: torch.Tensor  # [rows], UNLIMITED: no limit
-    top_p: torch.Tensor  # [rows] float32 in (0, 1]
-    seeds: torch.Tensor  # [rows] int64
-    positions: torch.Tensor  # [rows] int64, of the token before the drawn one
+    temperature: Tensor  # [rows] float32; below 1e-5 the row takes the best token
+    top_k: Tensor  # [rows], UNLIMITED: no limit
+    top_p: Tensor  # [rows] float32 in (0, 1]
+    seeds: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64, of the token before the drawn one
 
     @classmethod
     def random(
         cls,
-        temperature: torch.Tensor,
-        top_k: torch.Tensor | None = None,
-        top_p: torch.Tensor | None = None,
+        temperature: Tensor,
+        top_k: Tensor | None = None,
+        top_p: Tensor | None = None,
     ) -> Sampling:
         """Parameters with seeds from torch's generator; None: no limit."""
         if top_k is None:
@@ -45,7 +44,7 @@ class Sampling(NamedTuple):
         seeds = torch.randint_like(positions, 1 << 62)
         return cls(temperature, top_k, top_p, seeds, positions)
 
-    def at(self, index: torch.Tensor | slice) -> Sampling:
+    def at(self, index: Tensor | slice) -> Sampling:
         """The settings of the rows at an index."""
         return Sampling(*(part[index] for part in self))
 
@@ -54,22 +53,22 @@ class Sampling(NamedTuple):
         return self._replace(positions=self.positions + drafts)
 
 
-def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+def at_least_float32(tensor: Tensor) -> Tensor:
     """The tensor in float32; float64 stays float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
+def is_greedy(temperature: Tensor) -> Tensor:
     """Whether each row takes the best token: bool, in the temperatures' shape."""
     return temperature < GREEDY_BELOW
 
 
-def divisor(temperature: torch.Tensor) -> torch.Tensor:
+def divisor(temperature: Tensor) -> Tensor:
     """The divisor of each row's logits, [rows, 1]: the temperature [rows], or 1 for greedy rows."""
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
 
 
-def least_weight(sampling: Sampling) -> torch.Tensor:
+def least_weight(sampling: Sampling) -> Tensor:
     """The least weight exp((logit - peak) / T) of entries that are drawn: [rows].
 
     An entry of probability above 1 - p is always within top-p, and one above 1 / k
@@ -87,10 +86,10 @@ BYTES = 16  # hashed per number
 
 
 def exponential(
-    seeds: torch.Tensor,  # [rows] int64
-    positions: torch.Tensor,  # [rows] int64, of the token before the drawn one
-    token_ids: torch.Tensor,  # [entries] or [rows, entries] int64
-) -> torch.Tensor:
+    seeds: Tensor,  # [rows] int64
+    positions: Tensor,  # [rows] int64, of the token before the drawn one
+    token_ids: Tensor,  # [entries] or [rows, entries] int64
+) -> Tensor:
     """Standard exponential variates, whose negative logarithm is the noise: [rows,
     entries] float32.
     """
@@ -118,11 +117,11 @@ def rotated(word: Any, bits: int) -> Any:
 
 
 def draw_rows(
-    logits: torch.Tensor,  # [rows, entries] in any floating-point type
+    logits: Tensor,  # [rows, entries] in any floating-point type
     sampling: Sampling,  # of each row
     # [entries] or [rows, entries] int64, the entries' IDs; None: 0, 1, ...
-    token_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+    token_ids: Tensor | None = None,
+) -> Tensor:
     """Draw an entry of each row at its temperature, of those that reach least_weight;
     take the best at temperature 0.
 
@@ -141,8 +140,8 @@ def draw_rows(
 
 
 def draw_as(
-    weights: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None
-) -> torch.Tensor:
+    weights: Tensor, sampling: Sampling, token_ids: Tensor | None
+) -> Tensor:
     """Draw an entry of each row in proportion to weights [rows, entries] with its
     request's random numbers: [rows] int64.
 
@@ -156,14 +155,14 @@ def draw_as(
 
 def accept_drawn(
     # [logits] int64, the token that the target draws at each position
-    drawn: torch.Tensor,
+    drawn: Tensor,
     # [logits] the input token of each row of logits; a draft, except in a request's
     # first row
-    drafts: torch.Tensor,
+    drafts: Tensor,
     # [requests + 1] int32, where each request's rows of logits begin
-    starts: torch.Tensor,
+    starts: Tensor,
     width: int,  # K + 1
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Accept each request's drafts up to the first that differs from the drawn token;
     -1 means no draft.
 

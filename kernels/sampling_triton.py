@@ -12,6 +12,7 @@ accept  drafts that equal the tokens drawn at their positions
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_ppd.kernels import sampling as reference
 from vllm_ppd.kernels.sampling import Sampling
@@ -154,10 +155,10 @@ def _draw(
 
 
 def draw_rows(
-    logits: torch.Tensor,
+    logits: Tensor,
     sampling: Sampling,
-    token_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+    token_ids: Tensor | None = None,
+) -> Tensor:
     """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
     tokens = torch.empty(len(logits), 1, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -166,11 +167,11 @@ def draw_rows(
 
 
 def draw_next(
-    logits: torch.Tensor,  # [rows, entries], each row contiguous
+    logits: Tensor,  # [rows, entries], each row contiguous
     sampling: Sampling,  # at the positions of the first draw
     number: int,  # index of this draw
-    tokens: torch.Tensor,  # [rows, draws] int64, output
-    token_ids: torch.Tensor | None,  # as in draw_rows
+    tokens: Tensor,  # [rows, draws] int64, output
+    token_ids: Tensor | None,  # as in draw_rows
 ) -> None:
     """Make one of several draws from each row; see draw_rows."""
     ids_stride = 0
@@ -215,8 +216,8 @@ def _accept(
 
 
 def accept_drawn(
-    drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn: Tensor, drafts: Tensor, starts: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
     """Same as the reference; tokens past a request's last row of logits are 0."""
     requests = len(starts) - 1
     tokens = drafts.new_empty(requests, width)

@@ -9,43 +9,40 @@ before it replays a graph.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class StepEnd(NamedTuple):
     """A verified step as vLLM's runner V2 leaves it, with a place for each request of the batch."""
 
-    rows: torch.Tensor  # [requests] int32, request rows
+    rows: Tensor  # [requests] int32, request rows
     # [at least requests + 1] int32, where each request's tokens begin
-    query_starts: torch.Tensor
+    query_starts: Tensor
     # [requests] int32, tokens that each emitted; 0 within a prompt
-    num_sampled: torch.Tensor
+    num_sampled: Tensor
     # [requests] int32, scheduled tokens after the last accepted token
-    num_rejected: torch.Tensor
+    num_rejected: Tensor
     # [request rows, 1] int64, the last token that each emitted
-    last_sampled: torch.Tensor
-    positions: torch.Tensor  # [tokens] int64
-    hidden: torch.Tensor  # [tokens, hidden] normed states
-    seeds: torch.Tensor  # [request rows] int64
+    last_sampled: Tensor
+    positions: Tensor  # [tokens] int64
+    hidden: Tensor  # [tokens, hidden] normed states
+    seeds: Tensor  # [request rows] int64
 
 
 class Staged(NamedTuple):
     """The buffers, with a place for each request up to their size."""
 
-    rows: torch.Tensor  # [requests] int64, request rows; -1 for padding
-    newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
+    rows: Tensor  # [requests] int64, request rows; -1 for padding
+    newest_ids: Tensor  # [requests] int64, the last token that each emitted
     # [requests] int64, the step's token whose state gave the newest token
-    places: torch.Tensor
-    positions: (
-        torch.Tensor
-    )  # [requests] int64, of the newest token; 0 for padding
-    hidden: torch.Tensor  # [requests, hidden]
-    settings: torch.Tensor  # [settings, requests] float32
-    seeds: torch.Tensor  # [requests] int64
+    places: Tensor
+    positions: Tensor  # [requests] int64, of the newest token; 0 for padding
+    hidden: Tensor  # [requests, hidden]
+    settings: Tensor  # [settings, requests] float32
+    seeds: Tensor  # [requests] int64
 
 
-def stage(
-    end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int
-) -> None:
+def stage(end: StepEnd, settings: Tensor, staged: Staged, padded: int) -> None:
     """Gather the drafting inputs of the step's requests, and mark the padding after
     them.
 

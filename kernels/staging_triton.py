@@ -3,9 +3,9 @@
 of which costs host time.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
@@ -60,9 +60,7 @@ def _stage(
             tl.store(staged.hidden + place * size + column, state, mask=inside)
 
 
-def stage(
-    end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int
-) -> None:
+def stage(end: StepEnd, settings: Tensor, staged: Staged, padded: int) -> None:
     """Same as the reference."""
     columns = settings.shape[1]
     _stage[(padded,)](

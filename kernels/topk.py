@@ -9,6 +9,7 @@ vocabulary of logits.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.kernels.sampling import INVALID
 
@@ -16,15 +17,15 @@ from vllm_ppd.kernels.sampling import INVALID
 class ShardTopK(NamedTuple):
     """The top-k of one rank's shard."""
 
-    values: torch.Tensor  # [rows, k], descending
+    values: Tensor  # [rows, k], descending
     # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not
     # finite
-    token_ids: torch.Tensor
-    logsumexp: torch.Tensor  # [rows], over the shard
+    token_ids: Tensor
+    logsumexp: Tensor  # [rows], over the shard
 
 
 def shard_topk(
-    logits: torch.Tensor,  # [rows, shard width], padding included
+    logits: Tensor,  # [rows, shard width], padding included
     k: int,
     vocab_start: int,
     num_valid: int,
@@ -56,11 +57,11 @@ def shard_topk(
 
 
 def merge_topk(
-    values: torch.Tensor,  # [rows, shards, k]
-    token_ids: torch.Tensor,  # [rows, shards, k]
-    logsumexps: torch.Tensor,  # [rows, shards]
+    values: Tensor,  # [rows, shards, k]
+    token_ids: Tensor,  # [rows, shards, k]
+    logsumexps: Tensor,  # [rows, shards]
     k: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Merge the shards' results into the top-k of the whole vocabulary.
 
     Ties go to the lower shard, hence to the lower token id, on every rank alike.

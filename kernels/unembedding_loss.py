@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import at_least_float32
@@ -23,21 +24,19 @@ CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
 LEAST_ROWS = 128
 
 
-def rows_a_chunk(unembedding: torch.Tensor) -> int:
+def rows_a_chunk(unembedding: Tensor) -> int:
     """Rows whose logits are computed together."""
     elements = CHUNK_ELEMENTS.get(unembedding.device.type, CHUNK_ELEMENTS["cuda"])
     return max(LEAST_ROWS, elements // len(unembedding))
 
 
-def _chunks(rows: int, unembedding: torch.Tensor) -> Iterator[slice]:
+def _chunks(rows: int, unembedding: Tensor) -> Iterator[slice]:
     step = rows_a_chunk(unembedding)
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
 
-def _logits(
-    states: torch.Tensor, unembedding: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _logits(states: Tensor, unembedding: Tensor, bias: Tensor | None) -> Tensor:
     """E h + bias, at least float32: [rows, vocabulary]."""
     logits = functional.linear(states.to(unembedding.dtype), unembedding, bias)
     return at_least_float32(logits)
@@ -47,9 +46,9 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        states: torch.Tensor,
-        tokens: torch.Tensor,
-        unembedding: torch.Tensor,
+        states: Tensor,
+        tokens: Tensor,
+        unembedding: Tensor,
         bias: Any,
     ) -> Any:
         dtype = unembedding.dtype
@@ -74,7 +73,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         tokens, unembedding, expected = ctx.saved_tensors
         weights = grads[0].to(unembedding.dtype)
         gradient = functional.embedding_bag(
@@ -85,11 +84,11 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def token_log_probs(
-    states: torch.Tensor,  # [rows, hidden]
-    tokens: torch.Tensor,  # [rows] int64, or [rows, k] of several tokens each
-    unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
-    bias: torch.Tensor | None = None,  # [vocabulary]
-) -> torch.Tensor:
+    states: Tensor,  # [rows, hidden]
+    tokens: Tensor,  # [rows] int64, or [rows, k] of several tokens each
+    unembedding: Tensor,  # [vocabulary, hidden], frozen
+    bias: Tensor | None = None,  # [vocabulary]
+) -> Tensor:
     """log softmax(E h)[token] of each row, differentiable in the states: the tokens'
     shape, at least float32.
     """
@@ -100,11 +99,11 @@ def token_log_probs(
 
 @torch.no_grad()
 def top_log_probs(
-    states: torch.Tensor,  # [rows, hidden]
+    states: Tensor,  # [rows, hidden]
     k: int,
-    unembedding: torch.Tensor,  # [vocabulary, hidden]
-    bias: torch.Tensor | None = None,  # [vocabulary]
-) -> tuple[torch.Tensor, torch.Tensor]:
+    unembedding: Tensor,  # [vocabulary, hidden]
+    bias: Tensor | None = None,  # [vocabulary]
+) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row in descending order.
 
     Returns:
@@ -127,12 +126,12 @@ class _KLToTeacher(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        students: torch.Tensor,
-        teacher: torch.Tensor,
-        unembedding: torch.Tensor,
+        students: Tensor,
+        teacher: Tensor,
+        unembedding: Tensor,
         bias: Any,
         compare: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         exits, rows = students.shape[:2]
         device = students.device
         divergence = torch.empty(exits, rows, dtype=torch.float32, device=device)
@@ -161,7 +160,7 @@ class _KLToTeacher(torch.autograd.Function):
         return divergence, match
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         return (
             (grads[0][..., None] * gradient).to(ctx.dtype),
@@ -173,12 +172,12 @@ class _KLToTeacher(torch.autograd.Function):
 
 
 def kl_to_teacher(
-    students: torch.Tensor,  # [exits, rows, hidden], ready for the unembedding
-    teacher: torch.Tensor,  # [rows, hidden], final normed states
-    unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
-    bias: torch.Tensor | None = None,  # [vocabulary]
+    students: Tensor,  # [exits, rows, hidden], ready for the unembedding
+    teacher: Tensor,  # [rows, hidden], final normed states
+    unembedding: Tensor,  # [vocabulary, hidden], frozen
+    bias: Tensor | None = None,  # [vocabulary]
     compare: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1); all exits
     share the teacher's logits.
 

@@ -319,7 +319,7 @@ class ModelCut:
         positions: Tensor,
         state: CutState | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor | CutState:
+    ) -> Any:
         """Run the whole model.
 
         Args:
@@ -330,8 +330,8 @@ class ModelCut:
                 model.
 
         Returns:
-            Normed hidden states [tokens, hidden]; the state if the target's last layer
-            is in a later stage.
+            Normed hidden states [tokens, hidden], with the sums at the taps after
+            them; the state if the target's last layer is in a later stage.
         """
         embeddings = None
         if state is None:

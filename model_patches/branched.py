@@ -30,7 +30,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm_ppd.model_patches.base import (
     Adapter,
-    CutState,
     ModelCut,
     Stack,
     compiled_stack,
@@ -61,15 +60,9 @@ class TappedModel(ModelCut):
         super().__init__(model, vllm_config, (), taps=layers)
         self.buffers = buffers
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        state: CutState | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        output, *states = self.start(self.stacks[0], input_ids, positions, None)
+        output, *states = super().forward(*args, **kwargs)
         for buffer, state_after in zip(self.buffers, states, strict=True):
             buffer[: len(state_after)].copy_(state_after)
         return output
@@ -146,14 +139,11 @@ class BranchedModel(ModelCut):
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        state: CutState | None = None,
-        inputs_embeds: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        embeddings = self.embeddings(input_ids, inputs_embeds)
-        output, before = self.start(
-            self.stacks[0], input_ids, positions, embeddings
-        )
+        output, before = super().forward(input_ids, positions, *args, **kwargs)
         if self.branches is not None and self.branch_hidden is not None:
             if self.graph_buffers is not None:
                 # The branches' CUDA graphs may reuse the memory of the target's last
@@ -183,7 +173,9 @@ def build_layers(
         ValueError: if weights of a layer are missing or unknown.
     """
     last = adapter.layers[-1]
-    prefix = _prefix_of(adapter, last)
+    names = {module: name for name, module in adapter.model.named_modules()}
+    # The name of the list of layers, such as model.layers
+    prefix = names[last].rpartition(".")[0]
     plain = copy.copy(vllm_config)
     plain.quant_config = None
     number = len(adapter.layers)
@@ -200,14 +192,6 @@ def build_layers(
             process_weights_after_loading(layer, vllm_config.model_config, device)
             layers.append(layer.eval().requires_grad_(False))
     return layers
-
-
-def _prefix_of(adapter: Adapter, layer: nn.Module) -> str:
-    """The name of the list of layers, such as model.layers."""
-    name = next(
-        name for name, module in adapter.model.named_modules() if module is layer
-    )
-    return name.rpartition(".")[0]
 
 
 def _build(

@@ -210,7 +210,6 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         "verifier": str(model),
         "target": config.target.model_copy(update={"hidden_size": hidden_size}),
         "fingerprint": fingerprint(model),
-        "calibration": None,  # of the small model's steps
     }
     layer = config.layer_shapes or {}
     if layer:

@@ -255,8 +255,6 @@ def save_recommended(
     """Write what was recommended into the heads' configuration."""
     known = config.model_dump()
     known |= {name: value for name, value in chosen.items() if name in known}
-    # The drafts by batch size of an earlier calibration are of other figures.
-    known["calibration"] = None
     save_config(folder, type(config).model_validate(known))
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_ppd.heads.calibration.acceptance import (
     Drafted,
@@ -26,7 +27,7 @@ from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 # Makes a head from its configuration and its tensors
-MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]
+MakeHead = Callable[[Any, dict[str, Tensor]], Any]
 
 
 @torch.no_grad()
@@ -34,7 +35,7 @@ def drafted(
     calibration: Calibration,
     make: MakeHead,
     texts: Texts,
-    token_ids: torch.Tensor | None = None,
+    token_ids: Tensor | None = None,
 ) -> list[Drafted]:
     """An engine's expected counts on texts with 1, 2, ... drafts.
 
@@ -107,7 +108,7 @@ def drafted(
 def by_drafts(
     calibration: Calibration,
     texts: Texts,
-    token_ids: torch.Tensor | None,
+    token_ids: Tensor | None,
     make: MakeHead,
 ) -> ByDrafts:
     """What is stored of `drafted`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.heads.cp.config import CPConfig
@@ -28,7 +29,7 @@ from vllm_ppd.kernels.unembedding_loss import token_log_probs
 NOISE = 0.01
 
 
-def normed(states: torch.Tensor) -> torch.Tensor:
+def normed(states: Tensor) -> Tensor:
     """RMSNorm without weights, which the following matrices include."""
     return functional.rms_norm(
         states,
@@ -52,8 +53,8 @@ class Recurrence:
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
-        linear: Callable[[torch.Tensor], Linear],
+        tensors: Mapping[str, Tensor],
+        linear: Callable[[Tensor], Linear],
         dropout: float = 0.0,
     ) -> None:
         matrices = {
@@ -70,7 +71,7 @@ class Recurrence:
         if self.up is not None:
             self.down = linear(matrices["down"].flatten(0, 1))
 
-    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+    def start(self, hidden: Tensor) -> Tensor:
         """s_0 = e + W [RMSNorm(e); RMSNorm(h_l) of each layer l] [rows, d], or e.
 
         Args:
@@ -81,9 +82,7 @@ class Recurrence:
         states = hidden.unflatten(-1, (-1, self.size))
         return states[:, 0] + self.fuse(normed(states).flatten(-2))
 
-    def advance(
-        self, state: torch.Tensor, embedded: torch.Tensor
-    ) -> torch.Tensor:
+    def advance(self, state: Tensor, embedded: Tensor) -> Tensor:
         """The state after another token: s + V u + W_o (silu(W_g u) * W_i u), u =
         [RMSNorm(s); RMSNorm(E[token])].
 
@@ -98,11 +97,11 @@ class Recurrence:
             gated = functional.dropout(gated, self.dropout)
         return state + self.joined(skip, self.outer(gated))
 
-    def joined(self, skip: torch.Tensor, gated: torch.Tensor) -> torch.Tensor:
+    def joined(self, skip: Tensor, gated: Tensor) -> Tensor:
         """V u + W_o (...) [rows, d] from both products."""
         return skip + gated
 
-    def experts(self, state: torch.Tensor) -> torch.Tensor:
+    def experts(self, state: Tensor) -> Tensor:
         """The state of each expert for the LM head, s + A_a B_a s [rows, r, d]; a
         single expert is the state itself.
         """
@@ -150,7 +149,7 @@ class CPHead(NamedWeights):
     def __init__(
         self,
         config: CPConfig,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         dropout: float = 0.0,
     ) -> None:
         super().__init__(config, tensors)
@@ -162,31 +161,29 @@ class CPHead(NamedWeights):
         self.layers = config.layers
         self.dropout = dropout
 
-    def weight(self, name: str) -> torch.Tensor | None:
+    def weight(self, name: str) -> Tensor | None:
         """A parameter by its name without "cp.", if this form of the head has it."""
         return self.weights.get(f"cp/{name}")
 
     @property
-    def gate(self) -> torch.Tensor:
+    def gate(self) -> Tensor:
         """W_h [r, d]."""
         return self.weights["cp/gate"]
 
-    def read(self, states: TargetStates) -> torch.Tensor:
+    def read(self, states: TargetStates) -> Tensor:
         """What the head reads of the target, [rows, (1 + layers) d]: the final states,
         and those after its layers.
         """
         layers = [states.layers[layer] for layer in self.layers]
         return torch.cat([states.final, *layers], dim=-1)
 
-    def context(
-        self, target: Target, tokens: torch.Tensor
-    ) -> torch.Tensor | None:
+    def context(self, target: Target, tokens: Tensor) -> Tensor | None:
         """The target's embeddings of tokens [rows, positions], if the head reads any."""
         return target.embed(tokens) if self.lead else None
 
     def log_weights(
-        self, hidden: torch.Tensor, context: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, hidden: Tensor, context: Tensor | None = None
+    ) -> Tensor:
         """log w before the first factor (eq. 7): [rows, r]."""
         token = None if context is None else context[:, 0]
         final = hidden[:, : self.gate.shape[1]]
@@ -202,9 +199,7 @@ class CPHead(NamedWeights):
         dropout = self.dropout if self.training else 0.0
         return Recurrence(self.tensors(), torch_linear, dropout)
 
-    def states(
-        self, hidden: torch.Tensor, context: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def states(self, hidden: Tensor, context: Tensor | None = None) -> Tensor:
         """T_a^(s) e, or the recurrent states of the experts, ready for the target's LM
         head: [rows, factors, r, d].
         """
@@ -223,11 +218,11 @@ class CPHead(NamedWeights):
 
     def logits(
         self,
-        hidden: torch.Tensor,
-        unembedding: torch.Tensor | None,  # [V, d]; the full form takes None
-        bias: torch.Tensor | None = None,  # [V]
-        context: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        hidden: Tensor,
+        unembedding: Tensor | None,  # [V, d]; the full form takes None
+        bias: Tensor | None = None,  # [V]
+        context: Tensor | None = None,
+    ) -> Tensor:
         """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors,
         r, V].
         """
@@ -241,14 +236,13 @@ class CPHead(NamedWeights):
 
     def log_probs(
         self,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,  # [rows, factors, k] int64, entries of the unembedding
-        unembedding: torch.Tensor
-        | None,  # [V, d], or the rows of a draft vocabulary
-        bias: torch.Tensor | None = None,  # [V]
-        context: torch.Tensor | None = None,
+        hidden: Tensor,
+        tokens: Tensor,  # [rows, factors, k] int64, entries of the unembedding
+        unembedding: Tensor | None,  # [V, d], or the rows of a draft vocabulary
+        bias: Tensor | None = None,  # [V]
+        context: Tensor | None = None,
         chunk: int = 64,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """log P_a^(s) = log_softmax(W_a^(s) e) of k tokens per position (eq. 6): [rows,
         factors, r, k].
 
@@ -272,7 +266,7 @@ class CPHead(NamedWeights):
             )
             return flat.view(index.shape)
 
-        def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        def of_chunk(hidden: Tensor, index: Tensor) -> Tensor:
             logits = at_least_float32(self.logits(hidden, None, bias))
             return logits.log_softmax(-1).gather(-1, index)
 
@@ -280,8 +274,8 @@ class CPHead(NamedWeights):
 
 
 def initial_tensors(
-    config: CPConfig, unembedding: torch.Tensor, seed: int
-) -> dict[str, torch.Tensor]:
+    config: CPConfig, unembedding: Tensor, seed: int
+) -> dict[str, Tensor]:
     """Weights near E*, with noise: equal experts would get equal gradients and stay
     equal. The single expert of rank 1 has no noise. A recurrent state starts as the
     identity.
@@ -326,7 +320,7 @@ def initial_tensors(
     return tensors
 
 
-def _project(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _project(hidden: Tensor, weights: Tensor) -> Tensor:
     """All matrices [..., out, d] over hidden [rows, d] in one product: [rows, ..., out]."""
     matrix = weights.flatten(0, -2)
     product = functional.linear(hidden.to(matrix.dtype), matrix)
@@ -335,11 +329,11 @@ def _project(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def mixtures(
     # [rows, factors, r, vocabulary], for all positions or all but the first
-    logits: torch.Tensor,
-    log_weights: torch.Tensor,  # [rows, r] before the first position
+    logits: Tensor,
+    log_weights: Tensor,  # [rows, r] before the first position
     # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
-    tokens: torch.Tensor,
-) -> Iterator[torch.Tensor]:
+    tokens: Tensor,
+) -> Iterator[Tensor]:
     """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
     first = tokens.shape[1] - logits.shape[1]
     for position, raw in enumerate(logits.unbind(dim=1), start=first):
@@ -357,11 +351,11 @@ def mixtures(
 
 
 def log_gate(
-    hidden: torch.Tensor,  # [rows, d], normed
-    gate: torch.Tensor,  # [r, d], W_h
-    token: torch.Tensor | None = None,  # [rows, d], E[b]
-    token_gate: torch.Tensor | None = None,  # [r, d], W_b
-) -> torch.Tensor:
+    hidden: Tensor,  # [rows, d], normed
+    gate: Tensor,  # [r, d], W_h
+    token: Tensor | None = None,  # [rows, d], E[b]
+    token_gate: Tensor | None = None,  # [r, d], W_b
+) -> Tensor:
     """log w = log_softmax(W_h e + W_b E[b]) (eq. 7, where no token is read): [rows, r]."""
     logits = functional.linear(hidden.to(gate.dtype), gate)
     if token is not None and token_gate is not None:
@@ -372,12 +366,12 @@ def log_gate(
 
 
 def draft_in_sequence(
-    log_weights: torch.Tensor,  # [rows, r], before the first draft
+    log_weights: Tensor,  # [rows, r], before the first draft
     drafts: int,
-    read: Callable[[int, torch.Tensor | None], torch.Tensor],
+    read: Callable[[int, Tensor | None], Tensor],
     sampling: Sampling | None = None,
-    token_ids: torch.Tensor | None = None,
-) -> torch.Tensor:
+    token_ids: Tensor | None = None,
+) -> Tensor:
     """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain
     returns them.
 
@@ -386,7 +380,7 @@ def draft_in_sequence(
             [rows] (None for the first).
         log_weights, drafts, sampling, token_ids: as of draft_chain.
     """
-    tokens: list[torch.Tensor] = []
+    tokens: list[Tensor] = []
     for position in range(drafts):
         logits = read(position, tokens[-1] if tokens else None)
         here = None if sampling is None else sampling.ahead(position)

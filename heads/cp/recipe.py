@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from vllm_ppd.heads.base import HeadsConfig
@@ -37,7 +38,7 @@ TOKENS = 1 << 16  # most tokens that the regression reads
 # States [rows, positions, d], of which the first is read and the others are predicted,
 # and embeddings [rows, positions - 1, d] of the tokens sampled from all states but the
 # last.
-Rows = tuple[torch.Tensor, torch.Tensor]
+Rows = tuple[Tensor, Tensor]
 
 
 class CPRecipe(HeadsRecipe):
@@ -58,7 +59,7 @@ class CPRecipe(HeadsRecipe):
                 f"--train-vocab-size {options.train_vocab_size} is more than the "
                 f"model's {target.vocab_size} tokens"
             )
-        self.token_counts: torch.Tensor | None = None
+        self.token_counts: Tensor | None = None
         self.state_size = 1.0  # root mean square of the target's states
         self.embedding_rate = 1.0
         self.head = self.make_head().to(target.device)
@@ -96,14 +97,14 @@ class CPRecipe(HeadsRecipe):
             self.use_vocabulary(most_frequent(self.token_counts, size))
         self.start_from(self._windows(store), fresh)
 
-    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
+    def use_vocabulary(self, token_ids: Tensor) -> None:
         """Train over these tokens [tokens] alone."""
         self.head.token_ids = token_ids.to(self.target.device)
 
     @property
     def vocabulary(
         self,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """What is trained: the index of each token [vocabulary], -1 if it is not one of
         them; their rows of the LM head [tokens, d]; its bias.
         """
@@ -149,7 +150,7 @@ class CPRecipe(HeadsRecipe):
         if transforms is None and not head.lead:
             return
 
-        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
             for states, embedded in rows:
                 states = states.float()
                 now = states[:, 0]
@@ -216,7 +217,7 @@ class CPRecipe(HeadsRecipe):
         ]
         return [group for group in groups if group["params"]] + self.base_groups()
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         options = self.options
         head = self.head
         target = self.target
@@ -290,7 +291,7 @@ class CPRecipe(HeadsRecipe):
             )
         return loss, counts
 
-    def _rows_at_once(self, unembedding: torch.Tensor) -> int:
+    def _rows_at_once(self, unembedding: Tensor) -> int:
         return max(
             1, rows_a_chunk(unembedding) // (self.head.factors * self.head.rank)
         )
@@ -298,10 +299,10 @@ class CPRecipe(HeadsRecipe):
     def _accepted(
         self,
         states: TargetStates,
-        rows: torch.Tensor,
-        hidden: torch.Tensor,
-        tokens: torch.Tensor,
-        context: torch.Tensor | None,
+        rows: Tensor,
+        hidden: Tensor,
+        tokens: Tensor,
+        context: Tensor | None,
     ) -> Counts:
         """How many greedy drafts in a row are the target's greedy tokens, given the
         text's tokens before them.
@@ -374,20 +375,20 @@ class CPRecipe(HeadsRecipe):
             **self.drafted_tokens(),
         )
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         tensors = self.head.tensors()
         if self.token_counts is not None:
             tensors["token_counts"] = self.token_counts
         return tensors
 
 
-def root_mean_square(values: torch.Tensor) -> float:
+def root_mean_square(values: Tensor) -> float:
     return float(values.float().square().mean().sqrt())
 
 
 def ridge(
-    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], size: int
-) -> tuple[torch.Tensor, float]:
+    pairs: Iterable[tuple[Tensor, Tensor]], size: int
+) -> tuple[Tensor, float]:
     """A ridge regression in which each block of inputs is penalised by its own scale.
 
     Args:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ def digits_of(unigram: ndarray, order: int) -> Digits:
     return Digits(base, np.sort(frequent))
 
 
+@dataclass
 class CoOccurrence:
     """Counts of n-grams of order 2 to n by sorted keys (of Digits), and of single
     tokens.
@@ -67,19 +69,16 @@ class CoOccurrence:
     that were pruned by the bound on the number of entries.
     """
 
-    def __init__(
-        self,
-        unigram: ndarray,  # [vocabulary] counts
-        # [orders] number of the corpus's n-grams of each order from 1
-        totals: ndarray,
-        keys: dict[int, ndarray],  # order -> [entries] int64, ascending
-        counts: dict[int, ndarray],  # order -> [entries] int64
-    ) -> None:
-        self.unigram = unigram
-        self.totals = totals
-        self.keys = keys
-        self.counts = counts
-        self.digits = digits_of(unigram, len(totals))
+    unigram: ndarray  # [vocabulary] counts
+    # [orders] number of the corpus's n-grams of each order from 1
+    totals: ndarray
+    keys: dict[int, ndarray]  # order -> [entries] int64, ascending
+    counts: dict[int, ndarray]  # order -> [entries] int64
+
+    @cached_property
+    def digits(self) -> Digits:
+        """The digits of the keys."""
+        return digits_of(self.unigram, len(self.totals))
 
     @classmethod
     def from_tokens(

@@ -47,12 +47,7 @@ class JointChoice:
         """The joint of each order from 1, [rows, k_1, ..., k_m]: penalised, and
         thresholded in rows of that order.
         """
-        return cut(
-            self.uncut,
-            self.likeliest,
-            self.blur,
-            self.adaptive,
-        )
+        return cut(self.uncut, self.likeliest, self.blur, self.adaptive)
 
     @property
     def order(self) -> Tensor:
@@ -61,8 +56,7 @@ class JointChoice:
 
     def draw(self, sampling: Sampling) -> Tensor:
         """See draw_ngrams."""
-        draw = chosen(draw_ngrams, self.order)
-        tokens: Tensor = draw(
+        return chosen(draw_ngrams, self.order)(
             self.uncut,
             self.likeliest,
             self.top,
@@ -70,7 +64,6 @@ class JointChoice:
             self.adaptive,
             sampling,
         )
-        return tokens
 
     def probabilities(self, tokens: Tensor) -> Tensor:
         """Probabilities with which draw() draws tokens [rows, n] from the second on,
@@ -126,67 +119,54 @@ class Candidates(NamedTuple):
         if eps_b is None:
             eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
         eps_b = eps_b.float()
-        choose = chosen(back_off, eps_b)
-        blur = settings.blur
-        if settings.repetition_penalty == 1:
-            # A peak above its floor passes every threshold, so n and the likeliest
-            # n-gram need no thresholding.
-            peaks = Peaks(*(part[:most] for part in self.peaks))
-            likeliest = choose(
-                peaks,
-                top,
-                eps_b,
-                settings.eps_b,
-            )
-            uncut = self.uncut[:most]
-            return JointChoice(
-                likeliest,
-                top,
-                uncut,
-                blur,
-                settings.adaptive,
-            )
+        # A peak above its floor passes every threshold, so n and the likeliest n-gram
+        # need no thresholding where nothing is penalised.
+        peaks = Peaks(*(part[:most] for part in self.peaks))
+        joints = self.uncut[:most]
+        is_penalised = settings.repetition_penalty != 1
+        if is_penalised:
+            joints = self._penalised(joints, top, settings, eps_b, context)
+            peaks = peaks_of(joints)
+            peaks = peaks._replace(sums=torch.ones_like(peaks.sums))
+        likeliest = chosen(back_off, eps_b)(peaks, top, eps_b, settings.eps_b)
+        if is_penalised:
+            likeliest = likeliest._replace(floor=torch.zeros_like(eps_b))
+        adaptive = settings.adaptive and not is_penalised
+        return JointChoice(likeliest, top, joints, settings.blur, adaptive)
+
+    def _penalised(
+        self,
+        uncut: list[Tensor],
+        top: Top,
+        settings: JointSettings,
+        eps_b: Tensor,
+        context: Tensor | None,
+    ) -> list[Tensor]:
+        """The joints of each order from 1: divided by their sums, thresholded and
+        penalised.
+        """
         ids = top.token_ids
         seen = None
         if context is not None:
             recent = context[:, None]
             seen = [(of_head[..., None] == recent).any(-1) for of_head in ids]
-            if first is not None:
+            if top.first_token is not None:
                 # The token is already emitted, so it is not penalised.
                 seen[0] = torch.zeros_like(seen[0])
-        eps = torch.where(
-            eps_b.isnan(),
-            settings.eps_b,
-            eps_b,
-        )
+        eps = torch.where(eps_b.isnan(), settings.eps_b, eps_b)
         sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)
         joints = []
-        for m, whole in enumerate(self.uncut[:most], start=1):
+        for m, whole in enumerate(uncut, start=1):
             joint = whole / sums[m - 1].view(-1, *[1] * m)
             if m > 1:
                 joint = adaptive_threshold(
-                    joint, eps ** (m - 1), blur, settings.adaptive
+                    joint, eps ** (m - 1), settings.blur, settings.adaptive
                 )
                 joint = penalise_repetition(
                     joint, ids[:m], settings.repetition_penalty, seen and seen[:m]
                 )
             joints.append(joint)
-        peaks = peaks_of(joints)
-        peaks = peaks._replace(sums=torch.ones_like(peaks.sums))
-        likeliest = choose(
-            peaks,
-            top,
-            eps_b,
-            settings.eps_b,
-        )
-        likeliest = likeliest._replace(floor=torch.zeros_like(eps))
-        return JointChoice(
-            likeliest,
-            top,
-            joints,
-            blur,
-            adaptive=False,
-        )
+        return joints
 
 
 def candidates(

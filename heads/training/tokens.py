@@ -324,6 +324,7 @@ class TokenStore:
             os.truncate(train, cut * TOKEN.itemsize)
 
 
+@dataclass
 class Order:
     """The windows of each step, a function of the step alone, so that a run that
     continues sees the same windows.
@@ -332,13 +333,10 @@ class Order:
     cache.
     """
 
-    def __init__(
-        self, store: TokenStore, seed: int, batch_size: int, same_grid: bool
-    ) -> None:
-        self.store = store
-        self.seed = seed
-        self.batch_size = batch_size
-        self.same_grid = same_grid
+    store: TokenStore
+    seed: int
+    batch_size: int
+    same_grid: bool
 
     def batches(
         self, step: int, parts: int, rank: int = 0, world: int = 1

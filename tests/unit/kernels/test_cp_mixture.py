@@ -77,18 +77,12 @@ def test_half_precision_is_computed_in_float32() -> None:
     torch.testing.assert_close(mixed, mixture(weights.float(), factors.float()))
 
 
-@pytest.mark.parametrize("valid", [None, torch.arange(20) % 3 > 0])
-def test_balance_loss_is_that_of_the_hard_counts(
-    valid: torch.Tensor | None,
-) -> None:
+def test_balance_loss_is_that_of_the_hard_counts() -> None:
     torch.manual_seed(3)
     log_weights = torch.randn(20, 4, dtype=torch.float64).log_softmax(-1)
-    counted = log_weights if valid is None else log_weights[valid]
-    counts = counted.argmax(dim=1).bincount(minlength=4).double()
-    expected = (counts / len(counted) - 1 / 4).square().sum().item()
-    assert balance_loss(log_weights, valid).item() == pytest.approx(
-        expected, rel=1e-12
-    )
+    counts = log_weights.argmax(dim=1).bincount(minlength=4).double()
+    expected = (counts / 20 - 1 / 4).square().sum().item()
+    assert balance_loss(log_weights).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_balance_loss_lowers_the_dominant_expert() -> None:
@@ -107,9 +101,5 @@ def test_balance_loss_vanishes_where_there_is_no_imbalance() -> None:
     balanced = (2 * torch.eye(3, dtype=torch.float64).repeat(4, 1)).log_softmax(
         -1
     )
-    balanced.requires_grad_()
     assert balance_loss(balanced).item() == pytest.approx(0.0, abs=1e-24)
     assert balance_loss(torch.zeros(5, 1)).item() == 0.0
-    nobody = balance_loss(balanced, torch.zeros(12, dtype=torch.bool))
-    nobody.backward()
-    assert nobody.item() == 0.0

@@ -133,27 +133,21 @@ def by_name(
         parameters: names of vLLM's parameters, in order.
         kernel: our kernel.
     """
-    wanted = []
+    names = tuple(parameters)
     ours = inspect.signature(kernel).parameters
-    for place, name in enumerate(parameters):
-        parameter = ours.get(name.removesuffix("_ptr"))
-        if parameter is not None:
-            as_tensor = parameter.annotation is Tensor
-            wanted.append((place, name, parameter.name, as_tensor))
+    wanted = {name: ours.get(name.removesuffix("_ptr")) for name in names}
 
     @functools.wraps(kernel)
     def launch(*args: Any, **kwargs: Any) -> None:
         arguments = {}
-        for place, name, own_name, as_tensor in wanted:
-            if place < len(args):
-                value = args[place]
-            elif name in kwargs:
-                value = kwargs[name]
-            else:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name, value in given.items():
+            parameter = wanted.get(name)
+            if parameter is None:
                 continue
-            if isinstance(value, Tensor) and not as_tensor:
+            if isinstance(value, Tensor) and parameter.annotation is not Tensor:
                 value = value.numpy()
-            arguments[own_name] = value
+            arguments[parameter.name] = value
         kernel(**arguments)
 
     return launch
