@@ -32,6 +32,18 @@ def moved(folder: str, target: Path, out: Path) -> Path:
     return out
 
 
+def untrained(model: Path, kind: str, **options: Any) -> Any:
+    """The recipe of a kind over a model in float32."""
+    given = {"model": str(model), "data": ("-",), "out": "-", **options}
+    target = Target(
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+        trainable=options.get("recipe") == "full",
+    )
+    return recipe_of(kind)(KINDS[kind].options(**given), target)
+
+
 def fit(
     model: Path,
     kind: str,
@@ -42,27 +54,17 @@ def fit(
 ) -> Path:
     """Train heads of a kind on token sequences and write their folder."""
     torch.manual_seed(0)
-    target = Target(
-        str(model),
-        torch.device("cpu"),
-        torch.float32,
-    )
-    given = {
-        "model": str(model),
-        "data": ("-",),
-        "out": str(out),
-    }
     if kind == "dynamo":
         # A random model's own distribution is nearly flat
         options = {"distillation": 0.0, **options}
-    recipe = recipe_of(kind)(
-        KINDS[kind].options(stored_dtype="float32", **given, **options), target
+    recipe = untrained(
+        model, kind, out=str(out), stored_dtype="float32", **options
     )
     if kind in ("cp", "recurrent"):
         recipe.start_from(iter([packed(sequences)]))
         flat = packed(sequences).input_ids.flatten()
         recipe.token_counts = torch.bincount(
-            flat, minlength=target.vocab_size
+            flat, minlength=recipe.target.vocab_size
         ).int()
     groups = [
         {"params": group["params"], "lr": group["peak"]}
@@ -82,7 +84,7 @@ def fit(
     if kind == "dynamo" and recipe.options.mask_entries:
         chunks = [np.array(tokens) for tokens in sequences]
         recipe.cooccurrence = CoOccurrence.from_tokens(
-            chunks, target.vocab_size, recipe.options.tokens
+            chunks, recipe.target.vocab_size, recipe.options.tokens
         )
     save_heads(
         out,

@@ -22,6 +22,11 @@ def write(path: str | Path, *records: Any) -> str:
     return str(path)
 
 
+def read(path: Path) -> list[Any]:
+    """The records of a file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def templated(template: str | None) -> Any:
     """The tiny models' tokenizer with a chat template."""
     tokenizer = tiny.make_tokenizer()

@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,17 @@ class Readers:
             assert len(line) <= 300, line
             return line
         return None
+
+    def assert_taken(self, folder: Any, *names: str) -> None:
+        """By the readers of these names, or by all."""
+        for name in names or self.of:
+            assert self.refusal(name, str(folder)) is None, name
+
+    def assert_refused(self, message: str, folder: Any, *names: str) -> None:
+        """With a line that matches, by the readers of these names, or by all."""
+        for name in names or self.of:
+            line = self.refusal(name, str(folder))
+            assert re.search(message, str(line)), f"{name}: {line}"
 
 
 def command(*argv: str) -> None:

@@ -105,7 +105,6 @@ class Result:
 
     seconds: float = 0.0
     alone: float = 0.0
-    explored: int = 0
     plans: list[Plan] = field(default_factory=list)
 
     @property
@@ -172,8 +171,6 @@ def probability(length: float, drafts: int) -> float:
 
 class Fixed:
     """A policy with one plan."""
-
-    exploring = False
 
     def __init__(self, plan: Plan) -> None:
         self.latest = plan
@@ -269,6 +266,5 @@ def run(
         )
         result.seconds += exact
         result.alone += plain * sum(emitted) / load.requests + prompt
-        result.explored += policy.exploring
         result.plans.append(drafted)
     return result

@@ -234,19 +234,6 @@ def version() -> str:
     return ".".join(vllm_version().split(".")[:2])
 
 
-def moved(recorded: dict[str, str], installed: dict[str, str]) -> list[str]:
-    """What differs, a line each."""
-    lines = []
-    for symbol, value in installed.items():
-        known = recorded.get(symbol)
-        if known is None:
-            lines.append(f"{symbol} is not recorded")
-        elif value != known:
-            change = "is gone" if value == "gone" else "has changed"
-            lines.append(f"{symbol} {change}")
-    return lines
-
-
 def record() -> None:
     """Note the installed version."""
     every = json.loads(RECORD.read_text())

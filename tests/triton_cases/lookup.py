@@ -3,11 +3,11 @@
 
 import pytest
 import torch
+from interpreter import DEVICE
 
 from vllm_ppd.kernels import lookup, lookup_triton
 from vllm_ppd.kernels.lookup import Texts
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 K = 5
 LONGEST = 4
 
@@ -73,13 +73,6 @@ def test_is_a_search(shortest: int, window: int) -> None:
             assert followed is None or made == followed
 
 
-def agreeing(drafts: list[int], text: list[int]) -> int:
-    for count, (draft, token) in enumerate(zip(drafts, text, strict=True)):
-        if draft != token:
-            return count
-    return len(drafts)
-
-
 def test_drafts_are_judged_by_what_the_texts_became() -> None:
     """Rows join, end and sleep; each has a trial at a time, of matches only."""
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +83,7 @@ def test_drafts_are_judged_by_what_the_texts_became() -> None:
     token_ids = numbers(2, 9, 90).int()
     lengths = numbers(9, 9).int() + 1
     steps = []
-    pending: dict[int, tuple[int, int, list[int], list[int]]] = {}
+    pending: dict[int, tuple[int, int, torch.Tensor]] = {}
     expected = [0] * 8
     compared = 0
     for step in range(24):
@@ -105,17 +98,17 @@ def test_drafts_are_judged_by_what_the_texts_became() -> None:
                 continue
             length = int(lengths[row])
             if row in pending:
-                began, kind, *drafts = pending[row]
+                began, kind, drafts = pending[row]
                 if length - began < K:
                     continue
-                text = token_ids[row, began : began + K].tolist()
-                gained = [agreeing(made, text) for made in drafts]
-                expected[kind] += gained[0] - gained[1]
-                compared += gained[0] != gained[1]
+                right = drafts == token_ids[row, began : began + K]
+                ours, theirs = right.long().cumprod(1).sum(1).tolist()
+                expected[kind] += ours - theirs
+                compared += ours != theirs
                 del pending[row]
             kind = int(kinds[place])
             if kind > 1:
-                pending[row] = (length, kind, *both[:, place].tolist())
+                pending[row] = (length, kind, both[:, place])
     assert compared > 20 and expected[:2] == [0, 0]
     for forms, device in ((lookup, "cpu"), (lookup_triton, DEVICE)):
         gains = torch.zeros(8, dtype=torch.int32, device=device)

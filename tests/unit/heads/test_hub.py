@@ -24,6 +24,7 @@ from vllm_ppd.vllm_plugins.config.naming import is_ours, served_heads
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
 NAME = "acme/tiny-cp"
+ALONE = ("model alone", "inspect")
 
 
 @pytest.fixture
@@ -61,8 +62,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_way_in_takes_a_name(
     hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in readers.of:
-        assert readers.refusal(name, NAME) is None, name
+    readers.assert_taken(NAME)
     # The server's processes get the commit, so that all of them draft with the same
     # heads.
     config = readers.server(spec_model=NAME)
@@ -71,8 +71,7 @@ def test_every_way_in_takes_a_name(
     loaded, tensors = load_tensors(config.model)
     assert tensors.keys() == loaded.shapes().keys()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("model alone", SERVE, "inspect"):
-        assert readers.refusal(name, NAME) is None, name
+    readers.assert_taken(NAME, *ALONE, SERVE)
 
 
 def test_inspect_does_not_fetch_weights(
@@ -93,16 +92,12 @@ def test_damaged_weights_are_refused(
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "damaged")
     tensor("cp.gate", with_value(float("nan")))(folder)
     hub.add("acme/damaged", folder)
-    for name in (
-        "model alone",
-        SERVE,
-        "inspect",
-    ):  # the server has fetched the weights
-        assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
+    # The server has fetched the weights
+    readers.assert_refused("not finite", "acme/damaged", *ALONE, SERVE)
     (folder / "model.safetensors").unlink()
     hub.add("acme/none", folder)
-    line = readers.refusal("model alone", "acme/none")
-    assert "has no model.safetensors" in str(line)
+    message = "has no model.safetensors"
+    readers.assert_refused(message, "acme/none", "model alone")
 
 
 def test_revisions(
@@ -119,9 +114,7 @@ def test_revisions(
     served_as = served_heads(f"{NAME}@v2", None)
     assert served_as is not None
     assert (served_as[0], served_as[1]["model"]) == (str(tiny_model()), commit)
-    assert "Revision Not Found" in str(
-        readers.refusal("model alone", f"{NAME}@v9")
-    )
+    readers.assert_refused("Revision Not Found", f"{NAME}@v9", "model alone")
     with pytest.raises(OptionError, match="--revision is the target's"):
         served_heads(NAME, None, "v2")
 
@@ -137,26 +130,24 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory) -> None:
 def test_what_the_hub_refuses_is_one_line(
     hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = "'acme/nobody' is not a folder, and cannot be read from the Hub: "
-    for name in ("model alone", "inspect", "calibrate"):
-        assert f"{refused}401" in str(readers.refusal(name, "acme/nobody"))
+    message = "'acme/nobody' is not a folder, and cannot be read from the Hub: "
+    names = (*ALONE, "calibrate")
+    readers.assert_refused(f"{message}401", "acme/nobody", *names)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    for name in ("model alone", "inspect", "calibrate"):
-        assert refused in str(readers.refusal(name, "acme/nobody"))
+    readers.assert_refused(message, "acme/nobody", *names)
 
 
 def test_tokens(
     hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.private = {NAME}
-    assert "cannot be read from the Hub: 401" in str(
-        readers.refusal("inspect", NAME)
-    )
+    message = "cannot be read from the Hub: 401"
+    readers.assert_refused(message, NAME, "inspect")
     config = readers.server(spec_model=NAME, hf_token=TOKEN)
     assert config is not None, "vLLM's --hf-token"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-2")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert readers.refusal("inspect", NAME) is None
+    readers.assert_taken(NAME, "inspect")
 
 
 def test_heads_of_a_target_on_the_hub(

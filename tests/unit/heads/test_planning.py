@@ -109,14 +109,3 @@ def test_theorem_4_1_by_the_runs_of_its_proof(
     assert expected.latency == pytest.approx(latency / tokens, rel=0.01)
     further = candidates * (LAYERS - split)
     assert expected.compute == pytest.approx(expected.latency + further)
-
-
-def test_theorem_4_1_in_the_papers_figure() -> None:
-    """Figure 2: a run of three tokens, each matched, takes d + 2 d_bar."""
-    assert 3 * theorem_4_1(
-        12,
-        8,
-        3,
-        1.0,
-        3,
-    ).latency == pytest.approx(12 + 2 * 8)

@@ -93,23 +93,6 @@ def test_stored_fingerprints_hold(
     assert config.fingerprint == fingerprint(DEMO / "model")
 
 
-def test_heads_of_this_target_or_of_one_not_here_are_taken(
-    heads_folder: Factory, tiny_model: Factory
-) -> None:
-    folder = heads_folder()
-    target = AutoConfig.from_pretrained(tiny_model())
-    for known in (fingerprint(tiny_model()), TargetFingerprint()):
-        assert (
-            check_target(
-                load_config(folder),
-                folder,
-                target,
-                known,
-            )
-            is None
-        )
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -97,10 +97,6 @@ def refused(words: str, message: str, capsys: Any) -> None:
         ("trian", "unknown command 'trian'; give one of fit, data, train"),
         ("train eagle", "unknown command 'eagle'; give one of "),
         ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
-        (
-            "fit m --out o --minutes x",
-            "--minutes='x': Input should be a valid number",
-        ),
         ("fit m", "--out: Field required"),
         ("fit --out o", "the following arguments are required: MODEL"),
         (
@@ -112,6 +108,7 @@ def refused(words: str, message: str, capsys: Any) -> None:
             "--rank='0': Input should be greater than",
         ),
         ("bench decode --model m --data d --temperatures 0,-1", "--temperatures"),
+        ("calibrate h --data d --eps 0.5,2", "--eps='2': Input should be less"),
         ("bench decode --model m --data d --engine [1]", "a valid dictionary"),
     ],
 )

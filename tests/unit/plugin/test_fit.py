@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, ROOT, Factory
+from records import read
 
 from vllm_ppd.heads.folder import check_folder, load_calibration
 from vllm_ppd.vllm_plugins import platform
@@ -45,15 +46,8 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
 ) -> None:
     out = tmp_path / "heads"
     log = tmp_path / "log"
-    model = str(tiny_model()) if fake else str(DEMO)
-    words = [
-        "fit",
-        model,
-        "--out",
-        str(out),
-        "--minutes",
-        "0.01",
-    ]
+    model = tiny_model() if fake else DEMO
+    words = f"fit {model} --out {out} --minutes 0.01".split()
     program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
     environment = {
         name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
@@ -78,8 +72,8 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     assert "step 3 of 3: calibration" in text and "predicted" in text.lower()
     training, held_out = (
         {
-            json.dumps(json.loads(line)["prompt_token_ids"])
-            for line in (Path(f"{out}.fit") / name).open()
+            tuple(record["prompt_token_ids"])
+            for record in read(Path(f"{out}.fit") / name)
         }
         for name in ("training.jsonl", "held-out.jsonl")
     )

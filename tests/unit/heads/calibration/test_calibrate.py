@@ -6,14 +6,13 @@ reaches the heads.
 import json
 import random
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import DEMO, Factory, patterned_texts, write_texts
+from heads_folders import OF_DEMO
 from records import write
 from transformers import GenerationConfig
 
@@ -34,10 +33,9 @@ from vllm_ppd.heads.early.calibration import read_exits
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.folder import load_calibration, load_config
-from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.heads.planning import recommend
-from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.provenance import data_files
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -105,25 +103,13 @@ def test_acceptance_under_shared_noise_by_simulation() -> None:
     target = (log_p + noise).argmax(-1)
     draft = (log_q + noise).argmax(-1)
     for token in range(6):
+        ids = torch.tensor([token])
         drawn = target == token
         seen = float((draft[drawn] == token).float().mean())
-        expected = float(
-            acceptance(
-                log_p,
-                log_q,
-                torch.tensor([token]),
-                1.0,
-            )
-        )
+        expected = float(acceptance(log_p, log_q, ids, 1.0))
         assert expected == pytest.approx(seen, abs=0.02)
-    for token in range(6):
-        chance = acceptance(
-            log_p,
-            log_q,
-            torch.tensor([token]),
-            0.0,
-        )
-        assert float(chance) == float(token == int(log_q.argmax()))
+        greedy = float(acceptance(log_p, log_q, ids, 0.0))
+        assert greedy == float(token == int(log_q.argmax()))
 
 
 @pytest.fixture(scope="module")
@@ -132,60 +118,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(folder / "data.jsonl", patterned_texts(30, 30))
 
 
-EXTRA: dict[str, dict[str, Any]] = {
-    "early": {},
-    "cp": {"rank": 2, "positions": 4},
-    "dynamo": {"tokens": 3, "mask_entries": 200},
-}
+HEADS = DEMO.parent / "heads"
 
 
-@pytest.fixture(scope="module")
-def heads(
-    tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    """heads(kind): trained for a few steps on the tiny llama, made once."""
-
-    @cache
-    def get(kind: str) -> Path:
-        out = tmp_path_factory.mktemp(kind) / "heads"
-        given: dict[str, Any] = {
-            "model": str(tiny_model()),
-            "data": (str(data),),
-            "out": str(out),
-            "steps": 8,
-            "batch_size": 4,
-            "sequence_length": 64,
-            "precision": "float32",
-            "stored_dtype": "float32",
-            "device": "cpu",
-        }
-        loop.train(KINDS[kind].options(**given, **EXTRA[kind]))
-        return out
-
-    return get
+def options(folder: Path, data: Path) -> CalibrationOptions:
+    return CalibrationOptions(
+        heads=str(folder),
+        model=str(DEMO),
+        data=(str(data),),
+        prompts=3,
+        prompt_tokens=16,
+        new_tokens=12,
+        drafts=3,
+        device="cpu",
+        batch=2,
+    )
 
 
-def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
-    given: dict[str, Any] = {
-        "heads": str(folder),
-        "data": (str(data),),
-        "prompts": 3,
-        "prompt_tokens": 16,
-        "new_tokens": 12,
-        "drafts": 3,
-        "device": "cpu",
-        "batch": 2,
-    }
-    return CalibrationOptions(**{**given, **changes})
-
-
-def test_exits_against_a_slow_count(
-    heads: Callable[[str], Path], data: Path
-) -> None:
-    calibration = open_calibration(options(heads("early"), data))
+def test_exits_against_a_slow_count(data: Path) -> None:
+    calibration = open_calibration(options(HEADS / "early", data))
     target = calibration.target
     texts = calibration.greedy
-    early = EarlyHeads(calibration.config, calibration.tensors)
+    early = EarlyHeads(calibration.config, calibration.tensors).float()
     measured = read_exits(calibration, texts)
     ranks = torch.zeros_like(measured.ranks)
     for row, ids in enumerate(texts.ids):
@@ -199,16 +153,21 @@ def test_exits_against_a_slow_count(
     assert torch.equal(measured.accept, (ranks == 0).float())
 
 
-@pytest.mark.parametrize("kind", EXTRA)
+@pytest.mark.parametrize("kind", OF_DEMO)
 def test_what_is_measured_reaches_the_heads(
-    heads: Callable[[str], Path], data: Path, kind: str, tmp_path: Path
+    data: Path, kind: str, tmp_path: Path, capsys: Any
 ) -> None:
-    folder = Path(shutil.copytree(heads(kind), tmp_path / "heads"))
+    folder = Path(shutil.copytree(HEADS / kind, tmp_path / "heads"))
+    provenance = folder / "provenance.json"
+    facts = json.loads(provenance.read_text())
+    facts["data_files"] = data_files([data])
+    provenance.write_text(json.dumps(facts))
     if kind != "early":
         save_recommended(
             str(folder), load_config(folder), {"draft_vocab_size": 128}
         )
     result = calibrate(options(folder, data))
+    assert "these heads were trained on data" in capsys.readouterr().err
     chosen = result["recommendation"]
     config = load_config(folder)
     assert config.num_speculative_tokens == chosen["num_speculative_tokens"]
@@ -336,25 +295,17 @@ def test_counts_are_of_what_the_model_writes(
         (("--prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (
-            ("--eps", "0.5,2"),
-            "--eps='2': Input should be less than or equal to 1",
-        ),
-        (
-            ("--new-tokens", "512"),
-            "--new-tokens 512 leave no prompt of the model's 512 tokens",
+            ("--new-tokens", "1024"),
+            "--new-tokens 1024 leave no prompt of the model's 1024 tokens",
         ),
     ],
 )
 def test_bad_input(
-    heads: Callable[[str], Path],
     data: Path,
     capsys: Any,
     more: tuple[str, ...],
     message: str,
 ) -> None:
-    words = ["calibrate", str(heads("early")), "--data", str(data), *more]
+    words = ["calibrate", str(HEADS / "early"), "--data", str(data), *more]
     assert main([*words, "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
-    assert message in said.splitlines()[-1]
-    if "--eps" not in more:
-        assert "these heads were trained on" in said
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -10,23 +10,18 @@ import pytest
 import torch
 from conftest import Factory
 from heads_folders import cp_head
+from overfitted import untrained
 from torch.nn import functional
 
 from vllm_ppd.heads.cp.config import Condition, CPOptions
 from vllm_ppd.heads.cp.recipe import CPRecipe, ridge
 from vllm_ppd.heads.module import most_frequent
-from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import balance_loss
 
 POSITIONS = 4
 SIZE = 6
-GIVEN: dict[str, Any] = {
-    "data": ("-",),
-    "out": "-",
-    "rank": 2,
-    "positions": POSITIONS,
-}
+SIZES: dict[str, Any] = {"rank": 2, "positions": POSITIONS}
 FULL: dict[str, Any] = {
     "recipe": "full",
     "condition": "none",
@@ -89,21 +84,7 @@ def test_ridge_finds_a_linear_model() -> None:
 
 
 def recipe_of(model: Path, **options: Any) -> CPRecipe:
-    made = CPOptions(
-        **{
-            **GIVEN,
-            "model": str(model),
-            **options,
-        }
-    )
-    trainable = made.recipe == "full"
-    target = Target(
-        str(model),
-        torch.device("cpu"),
-        torch.float32,
-        trainable=trainable,
-    )
-    return CPRecipe(made, target)
+    return untrained(model, "cp", **{**SIZES, **options})
 
 
 def windows(count: int = 3, length: int = 40) -> Batch:
@@ -342,4 +323,4 @@ def test_from_scratch(tiny_model: Factory) -> None:
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CPOptions(**{**GIVEN, "model": "m", **options})
+        CPOptions(model="m", data=("d",), out="o", **SIZES, **options)

@@ -7,28 +7,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory
+from overfitted import untrained
 
-from vllm_ppd.heads.dynamo.config import DynaMoOptions
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
-from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 
 def recipe_of(model: Path, **options: Any) -> DynaMoRecipe:
-    given = {
-        "model": str(model),
-        "data": ("-",),
-        "out": "-",
-        "tokens": 3,
-        **options,
-    }
-    trainable = options.get("recipe") == "full"
-    return DynaMoRecipe(
-        DynaMoOptions(**given),
-        Target(
-            str(model), torch.device("cpu"), torch.float32, trainable=trainable
-        ),
-    )
+    return untrained(model, "dynamo", tokens=3, **options)
 
 
 def two_documents(length: int = 24) -> Batch:

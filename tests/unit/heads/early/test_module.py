@@ -3,28 +3,16 @@
 
 import torch
 from conftest import Factory
+from overfitted import untrained
 from safetensors.torch import load_file
 
-from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.early.recipe import EarlyRecipe
 from vllm_ppd.heads.folder import kind_of, load_tensors
-from vllm_ppd.heads.training.target import Target
 
 
 def test_fresh_heads_are_the_untrained_exit(tiny_model: Factory) -> None:
-    target = Target(
-        str(tiny_model()),
-        torch.device("cpu"),
-        torch.float32,
-    )
-    options = EarlyOptions(
-        model="-",
-        data=("-",),
-        out="-",
-        exit_layers=(5, 2),
-    )
-    heads = EarlyRecipe(options, target).heads
+    heads = untrained(tiny_model(), "early", exit_layers=(5, 2)).heads
     hidden = torch.randn(4, 64)
     assert heads.exit_layers == (2, 5) and torch.equal(heads(hidden, 5), hidden)
 

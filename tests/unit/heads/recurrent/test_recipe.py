@@ -3,36 +3,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import Factory
-from overfitted import fit
+from overfitted import fit, untrained
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.folder import load_tensors
-from vllm_ppd.heads.recurrent.config import RecurrentConfig, RecurrentOptions
-from vllm_ppd.heads.recurrent.recipe import RecurrentRecipe
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.training.tokens import Batch
-
-
-def recipe_of(model: Path, **options: Any) -> RecurrentRecipe:
-    target = Target(
-        str(model),
-        torch.device("cpu"),
-        torch.float32,
-    )
-    return RecurrentRecipe(
-        RecurrentOptions(
-            model="-",
-            data=("-",),
-            out="-",
-            **options,
-        ),
-        target,
-    )
 
 
 @pytest.mark.parametrize("scale_input", [False, True])
@@ -43,8 +23,9 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     """The state's halves are GELU(u) and GELU(-u); their difference is nearest to the
     target's next state.
     """
-    recipe = recipe_of(
+    recipe = untrained(
         tiny_model(),
+        "recurrent",
         scale_input=scale_input,
         tie_weights=tie_weights,
     )
@@ -117,4 +98,4 @@ def test_a_ridge_start_needs_a_state_of_twice_the_width(
         TrainingError,
         match=r"--inner-size 100: a ridge regression needs a state of twice .*, 128;",
     ):
-        recipe_of(tiny_model(), inner_size=100)
+        untrained(tiny_model(), "recurrent", inner_size=100)

@@ -3,7 +3,6 @@
 same heads.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import accelerate.checkpointing
 import pytest
 import torch
 from conftest import Factory
+from records import read
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -101,10 +101,7 @@ def test_a_killed_run_continues_to_the_same_heads(
     assert subprocess.run(words, capture_output=True).returncode == 0
     assert_same_heads(tmp_path / "parts", tmp_path / "whole")
     parts, whole = (
-        [
-            json.loads(line)["step"]
-            for line in (tmp_path / out / loop.CURVE).open()
-        ]
+        [point["step"] for point in read(tmp_path / out / loop.CURVE)]
         for out in ("parts", "whole")
     )
     assert parts == whole
@@ -192,13 +189,7 @@ def test_two_processes_train_what_one_does(
 ) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
     assert main(command(steps=6, out="alone")) == 0
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-    ]
+    launch = f"{PPD[0]} -m torch.distributed.run --nproc-per-node 2".split()
     run = subprocess.run(
         [*launch, *PPD[1:], *command(steps=6, out="several")],
         capture_output=True,

@@ -6,52 +6,39 @@ weights are written.
 import itertools
 import json
 import math
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Factory
+from records import read
 from safetensors.torch import load_file
 
+from vllm_ppd.heads.provenance import provenance_of
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import Evaluation, Progress
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.tokens import Batch
 
-Train = Callable[..., Path]
-
 
 @pytest.fixture
-def train(train: Train) -> Train:
+def train(train: Factory) -> Factory:
     """Of two exits."""
     return partial(train, exit_layers=(2, 4), evaluation_tokens=512)
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "provenance.json").read_text())
-
-
-def read_curve(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line)
-        for line in (folder / loop.CURVE).read_text().splitlines()
-    ]
-
-
-def test_curve(train: Train) -> None:
+def test_curve(train: Factory) -> None:
     folder = train(evaluate_every=4)
-    points = read_curve(folder)
+    points = read(folder / loop.CURVE)
     held_out = [point for point in points if "held_out" in point]
     assert [point["step"] for point in held_out] == [0, 4, 8, 12]
-    facts = facts_of(folder)
-    assert held_out[0]["held_out"] == facts["held_out_before"]
-    assert held_out[-1]["held_out"] == facts["held_out_after"]
+    facts = provenance_of(folder)
+    assert held_out[0]["held_out"] == facts.held_out_before
+    assert held_out[-1]["held_out"] == facts.held_out_after
     losses = [point for point in points if "loss" in point]
     assert [point["step"] for point in losses] == list(range(1, 13))
-    assert losses[-1]["tokens"] == 12 * 4 * 64 == facts["tokens"]
+    assert losses[-1]["tokens"] == 12 * 4 * 64 == facts.tokens
     for point in held_out:
         figures = point["held_out"]
         exits = [
@@ -141,7 +128,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Factory:
     ],
 )
 def test_the_best_weights_are_written(
-    train: Train,
+    train: Factory,
     judged: Factory,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -164,7 +151,7 @@ def test_the_best_weights_are_written(
         with pytest.raises(RuntimeError, match="crashed"):
             train(**settings)
     folder = train(**settings)
-    facts = facts_of(folder)
+    facts = json.loads((folder / "provenance.json").read_text())
     assert facts["steps"] == steps
     assert facts["stopped_flat"] == (steps < settings["steps"])
     assert facts["held_out_after_step"] == best

@@ -3,8 +3,6 @@
 models of several families.
 """
 
-import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory
-from records import write
+from records import read, write
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
@@ -22,17 +20,14 @@ from vllm_ppd.heads.provenance import provenance_of
 from vllm_ppd.heads.training import loop
 from vllm_ppd.vllm_plugins.cli.main import main
 
-Train = Callable[..., Path]
-Command = Callable[..., list[str]]
-
 
 def curve(
     folder: Path,
     key: str,
 ) -> list[Any]:
     """The values of a key in the lines that have it."""
-    lines = map(json.loads, (folder / "curve.jsonl").open())
-    return [line[key] for line in lines if key in line]
+    points = read(folder / loop.CURVE)
+    return [point[key] for point in points if key in point]
 
 
 def assert_learnt(
@@ -62,7 +57,7 @@ FIGURES = {
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_learn_and_the_target_stays_what_it_was(
-    train: Train, tiny_model: Factory, kind: str, family: str
+    train: Factory, tiny_model: Factory, kind: str, family: str
 ) -> None:
     weights = {p.name: p.read_bytes() for p in tiny_model(family).iterdir()}
     folder = train(kind, family)
@@ -84,7 +79,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
 
 
 def test_answers_that_are_too_short(
-    train: Train,
+    train: Factory,
     tmp_path: Path,
     capsys: Any,
 ) -> None:
@@ -113,7 +108,7 @@ def test_answers_that_are_too_short(
 
 
 def test_steps_without_a_response_are_not_a_loss_of_zero(
-    train: Train, tmp_path: Path
+    train: Factory, tmp_path: Path
 ) -> None:
     records = [
         {"prompt": f"{i} " + "x" * 600, "completion": "y"} for i in range(60)
@@ -174,7 +169,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
     ],
 )
 def test_variants_learn(
-    train: Train, kind: str, options: dict[str, Any], figure: str
+    train: Factory, kind: str, options: dict[str, Any], figure: str
 ) -> None:
     assert_learnt(train(kind, **options), figure)
 
@@ -192,7 +187,7 @@ def test_variants_learn(
     ],
 )
 def test_full_recipe_moves_the_base_model_and_names_it(
-    train: Train,
+    train: Factory,
     tiny_model: Factory,
     kind: str,
     options: dict[str, Any],
@@ -216,7 +211,7 @@ def test_full_recipe_moves_the_base_model_and_names_it(
 
 
 def test_a_target_that_is_trained_is_judged_by_its_loss(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+    train: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An untrained one's guesses are easily drafted."""
     real = loop.Run.evaluate
@@ -239,39 +234,24 @@ def test_a_target_that_is_trained_is_judged_by_its_loss(
     assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
 
 
-def test_heads_pull_on_the_stem_is_scaled(
-    train: Train,
-    tiny_model: Factory,
-) -> None:
+def test_heads_pull_on_the_stem_is_scaled(train: Factory) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
-    settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
-    folders = [
-        train(
-            "dynamo",
-            stem_learning_rate=0.0,
-            out="copied",
-            **settings,
-        ),
-        train(
-            "dynamo",
-            stem_learning_rate=0.0,
-            out="random",
-            start="random",
-            **settings,
-        ),
-        train(
-            "dynamo",
-            stem_learning_rate=1e-4,
-            out="pulled",
-            **settings,
-        ),
-    ]
-    weights = [
-        load_file(folder / "base" / "model.safetensors") for folder in folders
-    ]
-    name = "model.layers.2.mlp.down_proj.weight"
-    torch.testing.assert_close(weights[0][name], weights[1][name])
-    assert not torch.allclose(weights[0][name], weights[2][name], atol=1e-7)
+    settings = {
+        "recipe": "full",
+        "base_learning_rate": 1e-4,
+        "stem_learning_rate": 0.0,
+    }
+    weights = {}
+    for out, changes in (
+        ("copied", {}),
+        ("random", {"start": "random"}),
+        ("pulled", {"stem_learning_rate": 1e-4}),
+    ):
+        folder = train("dynamo", out=out, **{**settings, **changes})
+        tensors = load_file(folder / "base" / "model.safetensors")
+        weights[out] = tensors["model.layers.2.mlp.down_proj.weight"]
+    torch.testing.assert_close(weights["copied"], weights["random"])
+    assert not torch.allclose(weights["copied"], weights["pulled"], atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +276,7 @@ def test_heads_pull_on_the_stem_is_scaled(
     ],
 )
 def test_bad_input_is_one_line(
-    command: Command,
+    command: Factory,
     tmp_path: Path,
     capsys: Any,
     options: dict[str, Any],
@@ -309,7 +289,7 @@ def test_bad_input_is_one_line(
 
 
 def test_heads_that_could_not_be_written_are_refused_at_the_start(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+    train: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = KINDS["early"]
     monkeypatch.setattr(

@@ -41,11 +41,8 @@ def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
     )
     for number in range(3):
         of_stack, *rest = seeded(number)
-        for parameter, gradient in zip(ours, [of_stack, *rest], strict=True):
-            parameter.grad = gradient
-        for parameter, gradient in zip(
-            theirs, [*of_stack.flatten(0, 1), *rest], strict=True
-        ):
+        gradients = [of_stack, *rest, *of_stack.flatten(0, 1), *rest]
+        for parameter, gradient in zip([*ours, *theirs], gradients, strict=True):
             parameter.grad = gradient
         optimizer.step()
         muon.step()

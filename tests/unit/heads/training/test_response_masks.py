@@ -5,7 +5,6 @@ of heads makes of it.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import pytest
 import tiny
 import torch
 from conftest import Factory
+from overfitted import untrained
 from records import templated, write
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.kinds import KINDS, recipe_of
-from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 
 # As most are: a token ends each turn, and a line break follows it.
@@ -263,27 +261,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def recipe(tiny_model: Factory) -> Callable[[str], Any]:
-    def make(name: str) -> Any:
-        torch.manual_seed(0)
-        target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-        options = KINDS[name.split()[0]].options(
-            model="-", data=("-",), out="-", **OPTIONS[name]
-        )
-        return recipe_of(options.kind)(options, target).eval()
-
-    return make
-
-
 @pytest.mark.parametrize("name", OPTIONS)
-def test_losses_are_of_the_counted_tokens(
-    recipe: Callable[[str], Any], name: str
-) -> None:
+def test_losses_are_of_the_counted_tokens(tiny_model: Factory, name: str) -> None:
     """Sums over the rows of a document are those of its rows one by one: a mask picks
     rows and changes nothing else. A batch of prompts alone trains nothing.
     """
-    made = recipe(name)
+    torch.manual_seed(0)
+    made = untrained(tiny_model(), name.split()[0], **OPTIONS[name]).eval()
     length = 12
     batch = Batch(torch.randint(1, 200, (1, length)), torch.arange(length)[None])
     _, whole = made.loss(batch)

@@ -115,11 +115,6 @@ def test_one_document_is_held_out_by_its_tail(
     ("texts", "changes", "message"),
     [
         ([], {}, "the data is empty"),
-        (
-            [""],
-            {},
-            "the data is empty .1 files; skipped 1: 1 the text is empty",
-        ),
         (["short"], {}, "tokens, but a window needs 16"),
         (
             ["some text"] * 9,

@@ -44,26 +44,18 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
         "--ppd-disable-by-batch-size 9 --ppd-prompt-lookup-min 4 --ppd-step-costs "
         "measure",
     )
-    assert drafting(config).model_dump() == {
+    given = {
         "method": "paradecode",
-        "model": None,
         "num_speculative_tokens": 5,
         "exit_layer": 4,
         "gamma": 0.4,
         "draft_sample_method": "greedy",
         "disable_by_batch_size": 9,
-        "num_layers": 6,
-        "eps_b": None,
-        "verify": True,
-        "heads_summary": "",
-        "draft_vocab_size": None,
-        "candidates": 1,
-        "stages": 1,
         "adaptive": False,
         "prompt_lookup_min": 4,
-        "cuts": True,
         "step_costs": "measure",
     }
+    assert given.items() <= drafting(config).model_dump().items()
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
     assert config.parallel_config.worker_cls == WORKER

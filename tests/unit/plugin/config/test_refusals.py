@@ -17,9 +17,6 @@ from vllm.config import ModelConfig, VllmConfig
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.options import parse_options
-from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
-from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.platform import PARTITION
 
 PPD = "--speculative-model ppd"
@@ -79,7 +76,6 @@ def refused(message: str) -> Iterator[None]:
             f"{GROUP} --ppd-exit-layer 2",
             r"exit_layer=2 cannot split .* in 3\.\.5",
         ),
-        (f"{GROUP} --ppd-exit-layer 6", r"exit_layer=6 is outside 1\.\.5"),
         (
             f"{GROUP} --ppd-exit-layer 3,4",
             r"exit_layer=\[3, 4\] cannot split .*; give one layer in 3\.\.5",
@@ -177,70 +173,80 @@ def test_families_that_cannot_be_cut(tiny_model: Factory, tmp_path: Path) -> Non
         )
 
 
+LAYERS = {"condition": "recurrent", "layers": (1, 4)}
+
+
 @pytest.mark.parametrize(
-    ("fact", "message"),
+    ("made", "fact", "value", "message"),
     [
-        ("use_mla", r"latent attention \(MLA\) .* CP drafting on a CPU"),
+        # Targets that cannot verify drafts
         (
+            {},
+            "use_mla",
+            True,
+            r"latent attention \(MLA\) .* CP drafting on a CPU",
+        ),
+        (
+            {},
             "is_moe",
+            True,
             "data parallelism of mixture-of-experts models .* CP drafting",
         ),
-        ("is_encoder_decoder", "encoder-decoder models .* CP drafting"),
-        ("is_diffusion", "diffusion models are not supported with CP drafting"),
-        ("has_inner_state", r"recurrent state \(Mamba, gated delta nets\) .* CP"),
-    ],
-)
-def test_targets_that_cannot_verify_drafts(
-    tiny_model: Factory,
-    whole_heads: Factory,
-    monkeypatch: pytest.MonkeyPatch,
-    fact: str,
-    message: str,
-) -> None:
-    given = {"model": str(whole_heads("cp"))}
-    settings = {"data_parallel_size": 2} if fact == "is_moe" else {}
-    from_dict(tiny_model(), given, **settings)
-    monkeypatch.setattr(ModelConfig, fact, property(lambda self: True))
-    with refused(message):
-        from_dict(tiny_model(), given, **settings)
-
-
-@pytest.mark.parametrize(
-    ("fact", "value", "message"),
-    [
-        ("architectures", ["GPT2LMHeadModel"], "use CP heads without --layers"),
         (
+            {},
+            "is_encoder_decoder",
+            True,
+            "encoder-decoder models .* CP drafting",
+        ),
+        (
+            {},
+            "is_diffusion",
+            True,
+            "diffusion models are not supported with CP drafting",
+        ),
+        (
+            {},
+            "has_inner_state",
+            True,
+            r"recurrent state \(Mamba, gated delta nets\) .* CP",
+        ),
+        # Targets that cannot give the states of layers
+        (
+            LAYERS,
+            "architectures",
+            ["GPT2LMHeadModel"],
+            "use CP heads without --layers",
+        ),
+        (
+            LAYERS,
             "is_multimodal_model",
             True,
             "multimodal models .* that read layers 1, 4",
         ),
         (
+            LAYERS,
             "using_transformers_backend",
             lambda: True,
             "heads that read layers 1, 4, .* leave out --model-impl",
         ),
     ],
 )
-def test_targets_that_cannot_give_the_states_of_layers(
+def test_targets_of_other_kinds(
     tiny_model: Factory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    made: dict[str, Any],
     fact: str,
     value: Any,
     message: str,
 ) -> None:
-    heads = make_heads(
-        tmp_path / "heads",
-        "cp",
-        tiny_model(),
-        condition="recurrent",
-        layers=(1, 4),
-    )
+    heads = make_heads(tmp_path / "heads", "cp", tiny_model(), **made)
     given = {"method": "cp", "model": str(heads)}
-    from_dict(tiny_model(), given)
+    settings = {"data_parallel_size": 2} if fact == "is_moe" else {}
+    from_dict(tiny_model(), given, **settings)
     monkeypatch.setattr(ModelConfig, fact, property(lambda self: value))
     with refused(message):
-        from_dict(tiny_model(), given)
+        from_dict(tiny_model(), given, **settings)
 
 
 UNVERIFIED = {"verify": False}
@@ -329,19 +335,12 @@ def test_worker_group_in_an_environment(
     from_dict(tiny_model(), given, pipeline_parallel_size=2)
 
 
-@pytest.mark.parametrize(
-    ("made", "is_refused"),
-    [
-        ({}, False),
-        ({"condition": "recurrent", "positions": 3, "layers": [2, 4]}, True),
-    ],
-)
+@pytest.mark.parametrize("made", [{}, LAYERS])
 def test_graphs_that_vllm_turns_on_itself(
     tiny_model: Factory,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     made: dict[str, Any],
-    is_refused: bool,
 ) -> None:
     """With batch invariance and tuned tiles for a model; the first engine is refused, too."""
     envs.disable_envs_cache()
@@ -360,23 +359,8 @@ def test_graphs_that_vllm_turns_on_itself(
         tiny_model(),
         **made,
     )
-    with refused("breakable CUDA graphs") if is_refused else nullcontext():
+    with refused("breakable CUDA graphs") if made else nullcontext():
         from_dict(tiny_model(), {"model": str(heads)}, dtype="bfloat16")
-
-
-def test_more_candidates_than_a_gpu_has_room_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = resolve(parse_options({"candidates": 3}), 6, stages=2)
-    refuse_candidates(
-        config, 16
-    )  # a CPU's backend has no buffers of a row a candidate
-    monkeypatch.setattr(platform, "is_cpu", lambda: False)
-    refuse_candidates(config, 24)
-    with refused("candidates=3 for 8 requests need --max-num-seqs 24, not 16"):
-        refuse_candidates(config, 16)
-    with refused("candidates=3 for 4 requests need --max-num-seqs 12, not 4"):
-        refuse_candidates(config, 4)
 
 
 def test_machines_without_runner_v2(

@@ -55,7 +55,6 @@ def test_bad_values_are_refused_in_a_short_line(key: str, value: Any) -> None:
     ("key", "near"),
     [
         ("PPD_DRAFT", "ppd_draft"),
-        ("ppddraft", "ppd_draft"),
         (" ppd_draft", "ppd_draft"),
         ("pdd_draft", "ppd_draft"),
         ("ppd_eps", "ppd_eps_b"),

@@ -141,17 +141,6 @@ def test_lookups_are_the_default_where_drafts_are_verified(
     assert ("lookup from" in config.summary()) == bool(expected)
 
 
-def test_summary_names_what_drafts() -> None:
-    line = resolved({"prompt_lookup_min": 2, "exit_layer": 4}).summary()
-    for part in (
-        "method ppd",
-        "exit layer 4 of 12",
-        "lookup from 2",
-        "cut-off: none",
-    ):
-        assert part in line
-
-
 def test_vllm_asks_us_which_runner_it_has() -> None:
     """Where we are not, the answer is vLLM's."""
     vllm_config = VllmConfig()

@@ -25,11 +25,18 @@ GROUP = "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 3"
 def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vllm_config = from_flags(tiny_model(), f"{GROUP} --max-num-seqs 24")
+    flags = f"{GROUP} --max-num-seqs"
+    # A CPU's backend has no buffers of a row a candidate
+    from_flags(tiny_model(), f"{flags} 16")
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     monkeypatch.setattr(platform, "runs_v2", lambda: True)
-    with pytest.raises(OptionError, match="not 16; raise it"):
-        from_flags(tiny_model(), f"{GROUP} --max-num-seqs 16")
+    vllm_config = from_flags(tiny_model(), f"{flags} 24")
+    for most, message in (
+        (16, "8 requests need --max-num-seqs 24, not 16; raise it"),
+        (4, "4 requests need --max-num-seqs 12, not 4"),
+    ):
+        with pytest.raises(OptionError, match=f"candidates=3 for {message}"):
+            from_flags(tiny_model(), f"{flags} {most}")
 
     def started(self: Any, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
