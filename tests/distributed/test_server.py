@@ -188,15 +188,8 @@ def test_streamed_and_aborted(server: Server) -> None:
 
 
 def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory) -> None:
-    options = ["--speculative-model", "ppd", "--ppd-exit-layer", "9"]
-    command = [
-        *VLLM,
-        "serve",
-        str(tiny_model()),
-        "--dtype",
-        "float32",
-        *options,
-    ]
+    options = ["--speculative-model=ppd", "--ppd-exit-layer=9"]
+    command = [*VLLM, "serve", str(tiny_model()), "--dtype=float32", *options]
     environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=300

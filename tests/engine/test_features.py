@@ -107,11 +107,10 @@ def test_kv_connector(
     """KV of prompts is stored and loaded, that of draft layers included; drafts are
     never stored.
     """
-    where = {"shared_storage_path": str(tmp_path)}
     connector = KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role="kv_both",
-        kv_connector_extra_config=where,
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
     )
     requests = prompts(4, 100)
     options = with_heads(

@@ -19,13 +19,8 @@ from vllm_ppd.kernels import sampling
 from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
 
 pytestmark = pytest.mark.engine
-LENGTHS = (
-    5,
-    33,
-    65,
-    129,
-    193,
-)  # chunks of 64, some of which leave a single token
+# Chunks of 64, some of which leave a single token
+LENGTHS = (5, 33, 65, 129, 193)
 CACHED = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import DYNAMO, generate
+from cases import DYNAMO, PLAIN, RECURRENT, generate
 from conftest import Factory, counting, full_but, run_script, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
@@ -79,14 +79,13 @@ def expected(engine: Factory) -> Factory:
 
 
 SHORT = {"draft_vocab_size": 150}
-RECURRENT = {"condition": "recurrent", "expert_rank": 4}
 EARLY = {"method": "ppd", "exit_layer": 5}
 GREEDY = {"draft_sample_method": "greedy"}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "early": EARLY,
     "early-greedy": EARLY | GREEDY,
-    "cp-short": {"method": "cp", "heads": ("cp", {"condition": "none"}), **SHORT},
-    "cp-recurrent": {"method": "cp", "heads": ("cp", RECURRENT), **SHORT},
+    "cp-short": {"method": "cp", "heads": PLAIN, **SHORT},
+    "cp-recurrent": {"method": "cp", "heads": RECURRENT, **SHORT},
     "recurrent": {"method": "recurrent", "heads": ("recurrent", {}), **SHORT},
     "dynamo": DYNAMO | {"eps_b": 0.0},
     "dynamo-greedy": DYNAMO | GREEDY,
