@@ -91,7 +91,7 @@ def test_data_parallel_engines_choose_each_for_itself(
     made = [serve(good, K), serve(poor, 0)]
     assert made[0][-1] == K and made[1][-1] == 0
     expected = [
-        max(kind.expected[K] for kind in engine.draft_policy.acceptance.kinds)
+        max(kind.expected[K] for kind in engine.draft_policy.acceptance[0].kinds)
         for engine in (good, poor)
     ]
     assert expected[0] > 2 > expected[1]

@@ -265,8 +265,8 @@ def test_engines_with_the_same_table_make_the_same_drafts(
         and not runner_of(first).req_states.req_id_to_index
     )
     # Both take the table of a file that stands where the first has left it.
-    dear = [[1.0, 1.3], [1.0, 1.4]]
-    table = CostTable(sizes=[1, 4], counts=[0, 3], seconds=dear)
+    dear = [[1.0, 1.25, 1.3], [1.0, 1.35, 1.4]]
+    table = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=dear)
     table.save(path)
     with monkeypatch.context() as patch:
         patch.setattr(

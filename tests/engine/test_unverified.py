@@ -137,6 +137,6 @@ def test_single_tokens_where_a_request_needs_them(
 
 def test_structured_output_is_refused(unverified: Any) -> None:
     params = greedy(structured_outputs=StructuredOutputsParams(json=SCHEMA))
-    refusal = "structured outputs need verified tokens"
+    refusal = "structured_outputs needs verified tokens"
     with pytest.raises(VLLMValidationError, match=refusal):
         generate(unverified, prompts(1), params)
