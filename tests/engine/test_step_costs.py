@@ -275,7 +275,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
         )
         follow_step_costs(first.llm_engine.engine_core.engine_core)
     choices = [choices_of(llm) for llm in (first, second)]
-    assert choices[0] == choices[1] and len(set(choices[0])) == 2
+    assert choices[0] == choices[1] and len(set(choices[0])) > 1
     # Measuring anew replaces the file, and changes no random number.
     random = np.random.get_state()[1].tolist()  # noqa: NPY002
     first.collective_rpc("step_costs", kwargs={"again": True})
