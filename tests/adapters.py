@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 RANK = 8
-MODULES = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+ATTENTION = ("q_proj", "v_proj", "o_proj")
+TARGETS = (*ATTENTION, "gate_proj", "down_proj", "lm_head", "embed_tokens")
 
 
 def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
@@ -20,19 +21,16 @@ def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(model / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in (*MODULES, "lm_head"):
-            tensors[f"base_model.model.{module}.lora_A.weight"] = (
-                scale * torch.randn(RANK, weight.shape[1])
-            )
-            tensors[f"base_model.model.{module}.lora_B.weight"] = (
-                scale * torch.randn(weight.shape[0], RANK)
-            )
-        elif module.endswith("embed_tokens"):
-            tensors[f"base_model.model.{module}.lora_embedding_A"] = (
-                scale * torch.randn(RANK, weight.shape[0])
-            )
-            tensors[f"base_model.model.{module}.lora_embedding_B"] = (
-                scale * torch.randn(weight.shape[1], RANK)
+        parts = ("lora_A.weight", "lora_B.weight")
+        if module.endswith("embed_tokens"):
+            parts = ("lora_embedding_A", "lora_embedding_B")
+            weight = weight.T
+        if module.rpartition(".")[2] not in TARGETS:
+            continue
+        shapes = ((RANK, weight.shape[1]), (weight.shape[0], RANK))
+        for part, shape in zip(parts, shapes, strict=True):
+            tensors[f"base_model.model.{module}.{part}"] = scale * torch.randn(
+                shape
             )
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
@@ -43,7 +41,7 @@ def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
         "lora_alpha": RANK,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": [*MODULES, "lm_head", "embed_tokens"],
+        "target_modules": TARGETS,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -32,8 +32,18 @@ def prompts(count: int, longest: int = 120) -> list[dict[str, list[int]]]:
 
 
 def generate(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
-    outputs = llm.generate(requests, params, use_tqdm=False)
+    return tokens_of(llm.generate(requests, params, use_tqdm=False))
+
+
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    """The token IDs of the first answer to each request."""
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def in_turn(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
+    """generate() of one request after the other."""
+    pairs = zip(requests, params, strict=True)
+    return [generate(llm, [request], param)[0] for request, param in pairs]
 
 
 def greedy(max_tokens: int = 40, **settings: Any) -> SamplingParams:
@@ -53,22 +63,21 @@ def after_a_prefix(
     """Outputs, and cached tokens, of requests that begin alike, the last of them with
     the whole output of the first.
 
-    The positions of that output were drafted.
+    The positions of that output were drafted. The prefix cache is empty before.
     """
+    assert llm.reset_prefix_cache()
     shared = prompts(1)[0]["prompt_token_ids"][:96]
     requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(count)]
     first = generate(llm, requests[:1], greedy())[0]
     requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + first})
     outputs = llm.generate(requests, greedy(tokens), use_tqdm=False)
     assert outputs[-1].num_cached_tokens >= 128
-    return [
-        (list(output.outputs[0].token_ids), output.num_cached_tokens)
-        for output in outputs
-    ]
+    cached = [output.num_cached_tokens for output in outputs]
+    return list(zip(tokens_of(outputs), cached, strict=True))
 
 
 def batch_1(llm: Any) -> Any:
-    return [generate(llm, [request], greedy())[0] for request in prompts(3)]
+    return in_turn(llm, prompts(3), [greedy()] * 3)
 
 
 def batch_16(llm: Any) -> Any:
@@ -142,7 +151,7 @@ def structured_output(llm: Any) -> Any:
     for output in (outputs[0], outputs[2]):
         if output.outputs[0].finish_reason == "stop":
             assert set(json.loads(output.outputs[0].text)) == {"name", "ok"}
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    return tokens_of(outputs)
 
 
 def penalties(llm: Any) -> Any:
@@ -165,20 +174,13 @@ def logprobs(llm: Any) -> Any:
     result = []
     for output in outputs:
         chosen = output.outputs[0]
-        assert len(chosen.logprobs) == len(chosen.token_ids)
-        result.append(
-            [
-                (
-                    token,
-                    sorted(
-                        (t, round(entry.logprob, 3)) for t, entry in at.items()
-                    ),
-                )
-                for token, at in zip(
-                    chosen.token_ids, chosen.logprobs, strict=True
-                )
-            ]
-        )
+        rows = [
+            sorted(
+                (token, round(entry.logprob, 3)) for token, entry in at.items()
+            )
+            for at in chosen.logprobs
+        ]
+        result.append(list(zip(chosen.token_ids, rows, strict=True)))
     return result
 
 
@@ -258,8 +260,9 @@ WHOLE = ("cp", {"rank": 2, "factorised": False, "condition": "none"})
 DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 # Every case must hold for each of them. "heads" names what is filled in as the model: a kind of
 # heads and how they are made.
+MIDDLE = {"method": "ppd", "exit_layer": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "middle": {"method": "ppd", "exit_layer": 3},
+    "middle": MIDDLE,
     # Under tensor parallelism gamma needs all of values, token IDs and probabilities.
     "heads": {
         "method": "ppd",
@@ -280,7 +283,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "draft_sample_method": "greedy",
     },
     "exits": {"method": "ppd", "exit_layer": [2, 4], "adaptive": True},
-    "cut-off": {"method": "ppd", "exit_layer": 3, "disable_by_batch_size": 9},
+    "cut-off": MIDDLE | {"disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
     "cp-layers": {
@@ -303,7 +306,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "eps_b": 0.0,
         "heads": ("dynamo", {"mask_entries": 0}),
     },
-    "lookup": {"method": "ppd", "exit_layer": 3, "prompt_lookup_min": 1},
+    "lookup": MIDDLE | {"prompt_lookup_min": 1},
     "lookup-alone": {"method": "ppd", "prompt_lookup_min": 1},
     "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
     "dynamo-lookup": DYNAMO | LOOKUP,

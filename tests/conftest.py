@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
@@ -131,6 +133,14 @@ def tiny_model(made_once: Factory) -> Callable[..., Path]:
     """A tiny random model of a family, made once a session."""
     return lambda family="llama": made_once(
         family, lambda folder: tiny.make_model(folder, family)
+    )
+
+
+@pytest.fixture(scope="session")
+def other_model(made_once: Factory) -> Path:
+    """A model of the tiny llama's sizes with other weights."""
+    return made_once(
+        "llama-other", lambda folder: tiny.make_model(folder, seed=1)
     )
 
 
@@ -308,6 +318,11 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
 def drafter_of(llm: Any) -> Any:
     """Our speculator in an engine in this process."""
     return runner_of(llm).speculator
@@ -326,6 +341,47 @@ def counting(llm: Any) -> Iterator[Counter[str]]:
     after = Counter[str]({**llm.counts, **totals()})
     after.subtract(before)
     grown.update({name: count for name, count in after.items() if count})
+
+
+@contextlib.contextmanager
+def accepting(llm: Any) -> Iterator[Counter[str]]:
+    """counting(), where drafts are accepted in the block."""
+    with counting(llm) as seen:
+        yield seen
+    assert seen["accepted"] > 0
+
+
+@contextlib.contextmanager
+def results_of(
+    owner: Any, name: str, read: Callable[[Any], Any] = lambda result: result
+) -> Iterator[list[Any]]:
+    """What an object's method returns in each call within, as it is read at once."""
+    stock = getattr(owner, name)
+    results = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        results.append(read(result))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, noted)
+        yield results
+
+
+def run_script(
+    script: str, *arguments: Any, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script that imports the tests' modules in a process of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
+    )
+    assert run.returncode == 0, run.stdout[-1000:] + run.stderr[-3000:]
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -93,11 +93,11 @@ def make(folder: Path) -> None:
     sequences = [
         tokenizer.encode(chat, add_special_tokens=False) for chat in chats
     ]
-    how = {"head": "classifier", "exit_layers": (1,)}
     overfitted.fit(
         folder / "model",
         "early",
         sequences,
         folder / "heads",
-        **how,
+        head="classifier",
+        exit_layers=(1,),
     )

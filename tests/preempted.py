@@ -5,7 +5,7 @@ all fit into the KV cache.
 
 from typing import Any
 
-from cases import generate
+from cases import generate, in_turn
 from vllm import SamplingParams
 
 # Blocks for two requests of the greatest length, so that three or more preempt each
@@ -37,9 +37,8 @@ def outputs(llm: Any) -> dict[str, list[list[int]]]:
     """What an engine says to each request alone, to three and to all together, and to
     all while it is reset.
     """
-    pairs = zip(PROMPTS, PARAMS, strict=True)
     return {
-        "alone": [generate(llm, [prompt], param)[0] for prompt, param in pairs],
+        "alone": in_turn(llm, PROMPTS, PARAMS),
         "three together": generate(llm, PROMPTS[:3], PARAMS[:3]),
         "together": generate(llm, PROMPTS, PARAMS),
         "reset": reset_between(llm),

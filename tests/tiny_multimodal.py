@@ -59,11 +59,10 @@ def make(folder: Path, text_model: Path) -> Path:
         for name, weight in text.state_dict().items()
     }
     for name, weight in model.state_dict().items():
-        _, part, rest = name.rpartition("audio_tower")
-        if not part:
-            _, part, rest = name.rpartition("multi_modal_projector")
-        if part:
-            tensors[part + rest] = weight
+        for part in ("audio_tower", "multi_modal_projector"):
+            _, found, rest = name.rpartition(part)
+            if found:
+                tensors[part + rest] = weight
     save_file(tensors, folder / "model.safetensors")
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)

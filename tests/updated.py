@@ -13,8 +13,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-WAYS = ("reload", "transfer")
-
 
 class FileTransfer(WeightTransferEngine):
     """vLLM's engines send weights between GPUs; this one reads a file."""

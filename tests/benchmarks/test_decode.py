@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, ROOT
-from records import templated
+from records import templated, write
 
 from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
@@ -29,11 +29,6 @@ def options(**changes: Any) -> DecodeOptions:
     )
 
 
-def write(path: Path, *records: Any) -> tuple[str]:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return (str(path),)
-
-
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     """A small benchmark of the demo model."""
@@ -42,7 +37,7 @@ def command(tmp_path: Path) -> list[str]:
         {"prompt_token_ids": prompt, "category": "ab"[i % 2]}
         for i, prompt in enumerate(ids)
     ]
-    (data,) = write(tmp_path / "prompts.jsonl", *records)
+    data = write(tmp_path / "prompts.jsonl", *records)
     command = (
         f"bench decode --model {DEMO} --data {data} --heads {CP} --plain none --eager "
         "--new-tokens 16 --batch-sizes 2 --rounds 2 --dtype float32 "
@@ -99,19 +94,8 @@ def test_acceptance_of_all_prompts(
 ) -> None:
     """And a system that does not start is left out."""
     broken = 'broken={"method": "ngram", "num_speculative_tokens": -1}'
-    assert (
-        main(
-            [
-                *command,
-                "--acceptance",
-                "--batch-sizes",
-                "3",
-                "--also",
-                broken,
-            ]
-        )
-        == 0
-    )
+    flags = ["--acceptance", "--batch-sizes=3", f"--also={broken}"]
+    assert main([*command, *flags]) == 0
     measured = turns(tmp_path)
     # Four prompts of each category, in batches of at most three.
     assert [turn["prompts"] for turn in measured] == [3, 3, 1, 1, 3, 3, 1, 1]
@@ -218,7 +202,7 @@ def test_prompts_of_all_forms(
         {"text": "x" * 100},
         {"text": "short"},
     )
-    ids, *others = [prompt.ids for prompt in read_prompts(data, "any", 12)]
+    ids, *others = [prompt.ids for prompt in read_prompts((data,), "any", 12)]
     assert ids == [5, 6, 7, 8]
     texts = [tokenizer.decode(prompt) for prompt in others]
     assert texts == ["<hello>!", "a question", "x" * 12, "short", "x" * 12]
@@ -229,7 +213,8 @@ def test_categories_take_turns(tmp_path: Path) -> None:
         {"prompt_token_ids": [i] * 5, "category": name}
         for i, name in enumerate("aab")
     ]
-    prompts = read_prompts(write(tmp_path / "a.jsonl", *records), str(DEMO), 9)
+    data = write(tmp_path / "a.jsonl", *records)
+    prompts = read_prompts((data,), str(DEMO), 9)
     assert [prompt.category for prompt in prompts] == ["a", "b", "a"]
     trials = acceptance_trials(options(batch_sizes="1", prompts=2), prompts)
     assert [trial.place["category"] for trial in trials] == ["a", "b"]
@@ -238,7 +223,7 @@ def test_categories_take_turns(tmp_path: Path) -> None:
 def test_data_without_prompts_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", {"prompt_token_ids": [1, 2]})
     with pytest.raises(BenchError, match="no prompt has 4 to 9 tokens"):
-        read_prompts(data, str(DEMO), 9)
+        read_prompts((data,), str(DEMO), 9)
 
 
 def test_more_rounds_keep_the_prompts_of_earlier_ones() -> None:

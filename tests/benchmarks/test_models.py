@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from cases import generate, greedy
-from conftest import DEMO, ROOT, start_engine, write_texts
+from conftest import DEMO, ROOT, accepting, start_engine, write_texts
 from heads_folders import config_of
 from records import templated, write
 from safetensors.torch import load_file, save_file
@@ -81,14 +81,15 @@ def fill_vectors(path: Path) -> None:
 @torch.no_grad()
 def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
     model = tiny.make_model(tmp_path / "tiny")
-    sizes: dict[str, Any] = {"rank": 2, "condition": "recurrent", "layers": (1,)}
     inflate_model(model, tmp_path / "large", 3)
     config = config_of(
         "cp",
         model,
         inner_size=32,
         token_counts=False,
-        **sizes,
+        rank=2,
+        condition="recurrent",
+        layers=(1,),
     )
     tensors = {
         name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()
@@ -173,8 +174,8 @@ def test_an_eagle_head_drafts_in_vllm(tmp_path: Path) -> None:
     plain = generate(start_engine(DEMO, None, **MEMORY), REQUESTS, greedy(40))
     config = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
     llm = start_engine(DEMO, config, **MEMORY)
-    assert generate(llm, REQUESTS, greedy(40)) == plain
-    assert llm.counts["accepted"] > 0
+    with accepting(llm):
+        assert generate(llm, REQUESTS, greedy(40)) == plain
 
 
 def test_answers_come_back_with_the_prompts_that_are_there(
@@ -218,14 +219,7 @@ SMOLLM = "build/smollm/model", "benchmarks/smollm/heads/cp"
 def test_make_serve_takes_heads_of_the_model(
     arguments: tuple[str, ...], target: str, drafts: str
 ) -> None:
-    command = [
-        "make",
-        "-n",
-        "serve",
-        "-o",
-        "setup",
-        *arguments,
-    ]
+    command = ["make", "-n", "serve", "-o", "setup", *arguments]
     printed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

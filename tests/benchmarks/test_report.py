@@ -47,30 +47,11 @@ def test_ratios_are_paired_by_round() -> None:
     per second do.
     """
     run = run_of(
-        timed(
-            BASE,
-            0,
-            20,
-            1.0,
-        ),
-        timed(
-            BASE,
-            1,
-            20,
-            2.0,
-        ),
-        timed(
-            "a",
-            0,
-            30,
-            1.0,
-        ),
-        timed(
-            "a",
-            1,
-            30,
-            2.0,
-        ),
+        *(
+            timed(name, number, tokens, 1.0 + number)
+            for name, tokens in ((BASE, 20), ("a", 30))
+            for number in range(2)
+        )
     )
     assert speed_up(run, "a", 2) == pytest.approx((1.5, 1.5, 1.5))
     assert speed_up(run, "a", 4) is None
@@ -82,21 +63,8 @@ def test_ratios_are_paired_by_round() -> None:
 
 def test_an_interval_covers_the_rounds() -> None:
     turns = [
-        timed(
-            BASE,
-            number,
-            10,
-            1.0,
-        )
-        for number in range(5)
-    ]
-    turns += [
-        timed(
-            "a",
-            number,
-            10 + number,
-            1.0,
-        )
+        timed(name, number, 10 + growth * number, 1.0)
+        for name, growth in ((BASE, 0), ("a", 1))
         for number in range(5)
     ]
     estimate = speed_up(run_of(*turns), "a", 2)

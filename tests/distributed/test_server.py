@@ -74,7 +74,9 @@ def grown(server: Server, before: dict[str, float]) -> dict[str, float]:
 
 def test_completion_and_counters(server: Server) -> None:
     before = server.metrics()
-    answer = server.complete(prompt=["def a(", "import os", "class B:"]).json()
+    answer = server.complete(
+        prompt=["def a(", "import os", "class B:"], logit_bias={"9": 0.1}
+    ).json()
     assert [choice["finish_reason"] for choice in answer["choices"]] == [
         "length"
     ] * 3
@@ -215,15 +217,8 @@ def test_streamed_and_aborted(server: Server) -> None:
 
 
 def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory) -> None:
-    options = ["--speculative-model", "ppd", "--ppd-exit-layer", "9"]
-    command = [
-        *VLLM,
-        "serve",
-        str(tiny_model()),
-        "--dtype",
-        "float32",
-        *options,
-    ]
+    options = ["--speculative-model=ppd", "--ppd-exit-layer=9"]
+    command = [*VLLM, "serve", str(tiny_model()), "--dtype=float32", *options]
     environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     run = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=300
@@ -287,11 +282,11 @@ def with_most_drafts_accepted(
 ) -> dict[str, Any]:
     """The same, of which more than half of the drafts are accepted."""
     before = server.metrics()
-    streamed(server, said, **body)
+    answer = same_with_drafts(server, said, **body)
     change = grown(server, before)
     accepted = change["vllm:spec_decode_num_accepted_tokens_total"]
     assert accepted > DRAFTS / 2 * change["vllm:spec_decode_num_drafts_total"]
-    return same_with_drafts(server, said, **body)
+    return answer
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,25 @@ that adds layers with KV.
 
 from typing import Any
 
+from cases import DYNAMO, PLAIN, VARIANTS
+from conftest import DEMO
+
 METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 5},
-    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+    "cp": {"method": "cp", "heads": PLAIN},
+    "dynamo": DYNAMO,
+}
+WITH_RECURRENT = METHODS | {"recurrent": VARIANTS["recurrent-short"]}
+
+HEADS = DEMO.parent / "heads"
+# The same with the demo model's heads
+ON_DEMO: dict[str, dict[str, Any]] = {
+    "early": {
+        "method": "ppd",
+        "model": str(HEADS / "early"),
+        "exit_layer": 6,
+        "num_speculative_tokens": 3,
+    },
+    "cp": {"method": "cp", "model": str(HEADS / "cp")},
+    "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
 }

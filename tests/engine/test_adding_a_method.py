@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from cases import generate, greedy
-from conftest import ROOT, Factory
+from conftest import ROOT, Factory, counting
 
 from vllm_ppd.vllm_plugins import methods
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
@@ -42,7 +42,8 @@ def test_the_example_drafts_exactly(repeat: None, engine: Factory) -> None:
     # right at times.
     requests = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
     llm = engine({"method": "repeat", "num_speculative_tokens": 2})
-    assert generate(llm, requests, greedy()) == generate(
-        engine(), requests, greedy()
-    )
-    assert 0 < llm.counts["accepted"] < llm.counts["drafted"]
+    with counting(llm) as seen:
+        assert generate(llm, requests, greedy()) == generate(
+            engine(), requests, greedy()
+        )
+    assert 0 < seen["accepted"] < seen["drafted"]

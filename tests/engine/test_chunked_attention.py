@@ -21,14 +21,15 @@ def llama4(made_once: Factory) -> Path:
     """Without mixtures of experts, whose parallel group must be there before an engine
     of a dense model starts.
     """
-    sizes: dict[str, Any] = {
-        "attention_chunk_size": CHUNK,
-        "interleave_moe_layer_step": 99,
-        "moe_layers": [],
-    }
     return made_once(
         "llama4-chunked",
-        lambda folder: tiny.make_model(folder, "llama4", **sizes),
+        lambda folder: tiny.make_model(
+            folder,
+            "llama4",
+            attention_chunk_size=CHUNK,
+            interleave_moe_layer_step=99,
+            moe_layers=[],
+        ),
     )
 
 

@@ -49,14 +49,14 @@ def calibration(
             return shipped
         folder = tmp_path_factory.mktemp("recurrent") / "heads"
         texts = shipped.greedy.ids[:8, :128].tolist()
-        options = {"rank": 2, "condition": "recurrent"}
         overfitted.fit(
             DEMO,
             "cp",
             texts,
             folder,
             8,
-            **options,
+            rank=2,
+            condition="recurrent",
         )
         return opened(str(folder))
 

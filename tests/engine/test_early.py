@@ -4,13 +4,21 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, drafter_of, full_but, runner_of
+from conftest import (
+    Factory,
+    counting,
+    drafter_of,
+    full_but,
+    results_of,
+    runner_of,
+    scheduler_of,
+)
 from methods import METHODS
 from replayed import Replayed, call_attention_directly
 
@@ -29,29 +37,24 @@ EXITS = {"method": "ppd", "exit_layer": [3, 5], "adaptive": "table"}
 
 
 @pytest.fixture
-def modes(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Steps of the early engine by the way that they go."""
+def modes(engine: Factory) -> Iterator[list[str]]:
+    """The ways that steps of the early engine go."""
     speculator = drafter_of(engine(EARLY))
-    seen = Counter[str]()
-    stock = speculator.begin_step
-
-    def begin_step(batch: Any) -> None:
-        stock(batch)
-        seen[speculator.deferred.mode] += 1
-
-    monkeypatch.setattr(speculator, "begin_step", begin_step)
-    return seen
+    with results_of(
+        speculator, "begin_step", lambda _: speculator.deferred.mode
+    ) as seen:
+        yield seen
 
 
 def test_a_prompt_that_joins_leaves_the_others_their_states(
-    engine: Factory, modes: Counter[str]
+    engine: Factory, modes: list[str]
 ) -> None:
     """The first stack runs over the prompt's tokens, the last one over all."""
     requests = prompts(6, 110)
     params = [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
     expected = generate(engine(), requests, params)
     assert generate(engine(EARLY), requests, params) == expected
-    assert modes["mixed"] >= 2 and modes["deep"] >= 2
+    assert modes.count("mixed") >= 2 and modes.count("deep") >= 2
 
 
 def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
@@ -69,7 +72,7 @@ def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
 
 def test_shallow_work_is_not_done_twice(
     engine: Factory,
-    modes: Counter[str],
+    modes: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoding runs the last stack alone over the tokens that shallow passes have seen."""
@@ -93,11 +96,12 @@ def test_shallow_work_is_not_done_twice(
     request = prompts(1, 20)
     with counting(llm) as seen:
         generate(llm, request, greedy(16))
-    assert modes["full"] == 1 and modes["deep"] >= 4 and not modes["mixed"]
+    deep = modes.count("deep")
+    assert modes == ["full"] + ["deep"] * deep and deep >= 4
     assert seen["fallback_steps"] == 1 and seen["drafting_seconds"] > 0
     # The last step's counters may travel with a step to come.
-    assert modes["deep"] - 1 <= seen["deferred_steps"] <= modes["deep"]
-    cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
+    assert deep - 1 <= seen["deferred_steps"] <= deep
+    cycles = 1 + deep  # each ends in K + 1 shallow passes of one token
     width = speculator.deferred.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (
         cycles * width
@@ -109,8 +113,8 @@ def test_drafts_below_gamma_are_verified_as_well(engine: Factory) -> None:
     requests = prompts(2, 40)
     expected = generate(engine(), requests, greedy(16))
     accepted = []
-    for gamma in (0, 0.999):
-        llm = engine({**EARLY, "gamma": gamma})
+    for options in (EARLY, EARLY | {"gamma": 0.999}):
+        llm = engine(options)
         with counting(llm) as seen:
             assert generate(llm, requests, greedy(16)) == expected
         accepted.append(seen["accepted"])
@@ -126,65 +130,50 @@ def test_the_exit_may_change_with_each_step(
     """
     llm = engine(EXITS, async_scheduling=asynchronous)
     speculator = drafter_of(llm)
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.draft_policy
+    policy = scheduler_of(llm).draft_policy
     rng = random.Random(0)
     plans = [NO_DRAFTS, *2 * plans_of([0, 1, 3], 2)]
-    seen = set()
     accepted = Counter[Plan]()
-    begin = speculator.begin_step
     learn = policy.observe
 
-    def choose(
-        requests: int, ahead: int, req_ids: Sequence[str], kinds: Sequence[int]
-    ) -> Plan:
-        policy.latest = rng.choice(plans) if req_ids else NO_DRAFTS
-        return policy.latest
-
-    def begin_step(batch: Any) -> None:
-        begin(batch)
+    def way(_: None) -> tuple[str, int, int]:
         deferred = speculator.deferred
-        seen.add((deferred.mode, deferred.exit, speculator.cut.exit))
+        return deferred.mode, deferred.exit, speculator.cut.exit
 
-    def observe(
-        step: Step,
-        seconds: float | None,
-        req_ids: Sequence[str],
-        kinds: Sequence[int],
-        emitted: Sequence[int],
-    ) -> None:
-        learn(step, seconds, req_ids, kinds, emitted)
+    def observe(step: Step, *rest: Any) -> None:
+        learn(step, *rest)
+        emitted = rest[3]
         if step.verified is not None:
             accepted[step.verified] += sum(emitted) - len(emitted)
 
     monkeypatch.setattr(policy, "holds", lambda *_: False)
+
+    def choose(
+        requests: int, ahead: int, req_ids: Sequence[str], *_: Any
+    ) -> None:
+        policy.latest = rng.choice(plans) if req_ids else NO_DRAFTS
+
     monkeypatch.setattr(policy, "choose", choose)
     monkeypatch.setattr(policy, "observe", observe)
-    monkeypatch.setattr(speculator, "begin_step", begin_step)
     requests = prompts(12, 110)
     params = [greedy(max_tokens=10 + 7 * i) for i in range(12)]
-    assert generate(llm, requests, params) == generate(engine(), requests, params)
+    expected = generate(engine(), requests, params)
+    with results_of(speculator, "begin_step", way) as seen:
+        assert generate(llm, requests, params) == expected
     changes = {(before, now) for mode, before, now in seen if mode == "deep"}
     assert changes == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert {before for mode, before, _ in seen if mode == "mixed"} == {0, 1}
     assert accepted[Plan(3, 0)] > 0 and accepted[Plan(3, 1)] > 0
 
 
-def test_each_exit_is_timed(
-    engine: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_exit_is_timed(engine: Factory) -> None:
     llm = engine(EXITS)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler.draft_policy.plans == plans_of([0, 1, 3], 2)
+    assert scheduler_of(llm).draft_policy.plans == plans_of([0, 1, 3], 2)
     speculator = drafter_of(llm)
-    stock = speculator.propose
-    exits = []
-
-    def propose(*args: Any, **kwargs: Any) -> Any:
-        exits.append(speculator.cut.exit)
-        return stock(*args, **kwargs)
-
-    monkeypatch.setattr(speculator, "propose", propose)
-    seconds = time_steps(runner_of(llm), 2, plans_of([0, 3], 2))
+    with results_of(
+        speculator, "propose", lambda _: speculator.cut.exit
+    ) as exits:
+        seconds = time_steps(runner_of(llm), 2, plans_of([0, 3], 2))
     assert len(seconds) == 3 and min(seconds) > 0
     # After the prompts
     assert exits[1:] == [1] * STEPS + [0] * STEPS
@@ -198,28 +187,26 @@ def test_each_exit_has_graphs(
 ) -> None:
     llm = engine(EXITS)
     speculator = drafter_of(llm)
-    policy = llm.llm_engine.engine_core.engine_core.scheduler.draft_policy
+    policy = scheduler_of(llm).draft_policy
     call_attention_directly(runner_of(llm).model)
     graphs = Replayed(speculator)
     graphs.graphs = GraphsByExit(lambda: speculator.cut.exit)
     for exit in (0, 1):
         speculator.read_at(exit)
         graphs.capture()
-    plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
-
-    def choose(*_: object) -> Plan:
-        policy.latest = next(plans)
-        return policy.latest
-
     monkeypatch.setattr(policy, "holds", lambda *_: False)
-    monkeypatch.setattr(policy, "choose", choose)
     requests = prompts(3)
     params = [greedy(max_tokens=n) for n in (6, 12, 20)]
     expected = generate(engine(), requests, params)
     accepted = []
-    for replays in (False, True):
+    for used in (None, graphs):
         plans = itertools.cycle([Plan(3), Plan(3), Plan(3, 1), Plan(3, 1)])
-        monkeypatch.setattr(speculator, "graphs", graphs if replays else None)
+
+        def choose(*_: Any, plans: Iterator[Plan] = plans) -> None:
+            policy.latest = next(plans)
+
+        monkeypatch.setattr(policy, "choose", choose)
+        monkeypatch.setattr(speculator, "graphs", used)
         with counting(llm) as seen:
             assert generate(llm, requests, params) == expected
         accepted.append(seen["accepted"])

@@ -8,8 +8,16 @@ from typing import Any
 
 import adapters
 import pytest
-from cases import CASES, generate, greedy, prompts
-from conftest import Factory, counting, full_but, runner_of, start_engine
+from cases import CASES, RECURRENT, generate, greedy, prompts, tokens_of
+from conftest import (
+    Factory,
+    accepting,
+    counting,
+    full_but,
+    runner_of,
+    scheduler_of,
+    start_engine,
+)
 from methods import METHODS
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -22,11 +30,10 @@ from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 pytestmark = pytest.mark.engine
 
 # Reads input embeddings and the LM head
-RECURRENT = {"rank": 3, "condition": "recurrent", "expert_rank": 4}
 HEADS = [
-    ("cp", RECURRENT),
+    RECURRENT,
     ("recurrent", {}),
-    ("cp", RECURRENT | {"layers": (1, 3)}),
+    ("cp", RECURRENT[1] | {"layers": (1, 3)}),
 ]
 
 
@@ -71,8 +78,7 @@ def test_lora(
                 use_tqdm=False,
                 lora_request=requests,
             )
-        tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return tokens, seen["accepted"]
+        return tokens_of(outputs), seen["accepted"]
 
     expected, _ = said(engine(**settings), True)
     plain = CASES["batch_16"](engine())
@@ -101,11 +107,10 @@ def test_kv_connector(
     """KV of prompts is stored and loaded, that of draft layers included; drafts are
     never stored.
     """
-    where = {"shared_storage_path": str(tmp_path)}
     connector = KVTransferConfig(
         kv_connector="ExampleConnector",
         kv_role="kv_both",
-        kv_connector_extra_config=where,
+        kv_connector_extra_config={"shared_storage_path": str(tmp_path)},
     )
     requests = prompts(4, 100)
     options = with_heads(
@@ -121,7 +126,7 @@ def test_kv_connector(
         kv_transfer_config=connector,
         max_num_batched_tokens=512,
     )
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     assert len(scheduler.draft_policy.seconds.table.sizes) > 1, (
         "step costs were not measured beside a connector"
     )
@@ -129,15 +134,12 @@ def test_kv_connector(
     layers = len(runner_of(llm).compilation_config.static_forward_context)
     assert layers == 6 + 2 * (name == "dynamo")
     for hit in (False, True):
-        with counting(llm) as seen:
+        with accepting(llm):
             outputs = llm.generate(requests, greedy(), use_tqdm=False)
-        assert [
-            list(output.outputs[0].token_ids) for output in outputs
-        ] == expected
+        assert tokens_of(outputs) == expected
         for output in outputs:
             blocks = (len(output.prompt_token_ids) - 1) // 32
             assert output.num_cached_tokens == (32 * blocks if hit else 0)
-        assert seen["accepted"] > 0
         stored = {path.name for path in tmp_path.rglob("*.safetensors")}
         assert len(stored) == layers
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory, keep_alive
+from records import TEMPLATE, templated, write
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.heads.generation import Sampling
@@ -21,10 +22,6 @@ from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.engine import generation
 
 pytestmark = pytest.mark.engine
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 PROMPT = list(range(40, 60))
 
 
@@ -36,9 +33,7 @@ def model(
     folder = shutil.copytree(
         tiny_model(), tmp_path_factory.mktemp("chatty") / "model"
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    templated(TEMPLATE).save_pretrained(folder)
     return folder
 
 
@@ -53,6 +48,16 @@ def engine(model: Path) -> generation.OfflineEngine:
     return engine
 
 
+def asked(
+    engine: generation.OfflineEngine, temperature: float, **ends: Any
+) -> Any:
+    """What follows the prompt, of which nothing but the likeliest is left."""
+    top_p = 1e-6 if temperature else 1.0
+    sampling = Sampling(temperature, top_p, 12, **ends)
+    (answer,) = engine.generate([PROMPT], [1], sampling)
+    return answer
+
+
 def test_prompts_are_continued_as_asked(
     engine: generation.OfflineEngine, model: Path
 ) -> None:
@@ -61,9 +66,8 @@ def test_prompts_are_continued_as_asked(
         torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False
     )
     greedy = ids[0, len(PROMPT) :].tolist()
-    (first,) = engine.generate([PROMPT], [1], Sampling(0.0, 1.0, 12))
-    (narrow,) = engine.generate([PROMPT], [2], Sampling(1.0, 1e-6, 12))
-    assert first.token_ids == narrow.token_ids == greedy
+    for temperature in (0.0, 1.0):
+        assert asked(engine, temperature).token_ids == greedy
     a, again, b = engine.generate(
         [PROMPT] * 3, [3, 3, 4], Sampling(1.0, 0.95, 12)
     )
@@ -72,41 +76,13 @@ def test_prompts_are_continued_as_asked(
 
 
 def test_continuations_end_as_asked(engine: generation.OfflineEngine) -> None:
-    (words,) = engine.generate(
-        [PROMPT],
-        [1],
-        Sampling(
-            0.0,
-            1.0,
-            12,
-            detokenize=True,
-        ),
-    )
+    words = asked(engine, 0.0, detokenize=True)
     assert (words.finish_reason, len(words.token_ids)) == ("length", 12)
     stop = words.token_ids[4]
     text = words.text[4:6]
-    (by_id,) = engine.generate(
-        [PROMPT],
-        [1],
-        Sampling(
-            0.0,
-            1.0,
-            12,
-            [stop],
-        ),
-    )
+    by_id = asked(engine, 0.0, stop_token_ids=[stop])
     assert by_id.token_ids == words.token_ids[: words.token_ids.index(stop) + 1]
-    (by_text,) = engine.generate(
-        [PROMPT],
-        [1],
-        Sampling(
-            0.0,
-            1.0,
-            12,
-            stop=[text],
-            detokenize=True,
-        ),
-    )
+    by_text = asked(engine, 0.0, stop=[text], detokenize=True)
     assert by_text.text == words.text.partition(text)[0]
     assert by_id.finish_reason == by_text.finish_reason == "stop"
 
@@ -121,11 +97,9 @@ def test_chats_are_answered_and_trained_on(
     """A run that goes on writes what a whole one does; the file is trained on as it is."""
     monkeypatch.setattr(generation, "OfflineEngine", lambda _: engine)
     words = AutoTokenizer.from_pretrained(model)
-    asked = tmp_path / "asked.jsonl"
     texts = [f"what is {i} and {i}?" for i in range(6)]
     chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
-    asked.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
+    asked = write(tmp_path / "asked.jsonl", *chats)
     flags = [
         "--batch=4",
         "--max-length=128",
@@ -144,7 +118,7 @@ def test_chats_are_answered_and_trained_on(
     for chat, text in zip(whole, texts, strict=True):
         assert (
             words.decode(chat["prompt_token_ids"])
-            == f"<user>{text}<|end|><assistant>"
+            == f"<system>be<|end|><user>{text}<|end|>\n<assistant>"
         )
         assert (chat["token_ids"][-1] == words.eos_token_id) == (
             chat["finish_reason"] == "stop"
@@ -180,8 +154,12 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     monkeypatch.setattr(generation, "cpu_computes_bfloat16", lambda: False)
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    options = DataOptions(model="any", out="-")
-    arguments = generation.engine_arguments(options)
+
+    def arguments_of(**given: Any) -> dict[str, Any]:
+        options = DataOptions(model="any", out="-", **given)
+        return generation.engine_arguments(options)
+
+    arguments = arguments_of()
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert (
         arguments["dtype"] == "float32"
@@ -189,11 +167,9 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     )
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    options = DataOptions(model="any", out="-", precision="bfloat16")
-    arguments = generation.engine_arguments(options)
+    arguments = arguments_of(precision="bfloat16")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
     assert arguments["dtype"] == "bfloat16"
     assert 0 < arguments["kv_cache_memory_bytes"] <= generation.CPU_CACHE
-    options = DataOptions(model="any", out="-", kv_cache_gib=0.5)
-    arguments = generation.engine_arguments(options)
+    arguments = arguments_of(kv_cache_gib=0.5)
     assert arguments["kv_cache_memory_bytes"] == 1 << 29

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import CASES
-from conftest import Factory, drafter_of, start_engine
+from conftest import Factory, accepting, drafter_of, start_engine
 from hub import running_hub
 
 pytestmark = pytest.mark.engine
@@ -35,5 +35,5 @@ def test_heads_and_target_by_name(
         commit = hub.commit("acme/heads", "v1")
         assert drafter_of(llm).config.model == f"acme/heads@{commit}"
         assert llm.llm_engine.vllm_config.model_config.model == "acme/target"
-        assert CASES["batch_16"](llm) == expected
-        assert llm.counts["accepted"] > 0
+        with accepting(llm):
+            assert CASES["batch_16"](llm) == expected

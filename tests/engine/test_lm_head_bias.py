@@ -4,7 +4,6 @@ draft with their bias.
 """
 
 from pathlib import Path
-from typing import Any
 
 import heads_folders
 import pytest
@@ -46,23 +45,6 @@ def stored(model: Path, name: str) -> torch.Tensor:
     return load_file(model / "model.safetensors")[f"lm_head.{name}"]
 
 
-def test_rows_are_those_of_the_weight(phi: Path, tmp_path: Path) -> None:
-    heads = heads_folders.make_heads(
-        tmp_path / "heads",
-        "cp",
-        phi,
-        SIZES,
-    )
-    options = {"method": "cp", "model": str(heads), "draft_vocab_size": 100}
-    lm_head = drafter_of(
-        start_engine(phi, options, dtype="bfloat16")
-    ).target.lm_head
-    for token_ids in (torch.arange(tiny.VOCAB), None):
-        rows, bias = lm_head.rows(token_ids)
-        assert torch.equal(rows[: tiny.VOCAB], stored(phi, "weight"))
-        assert torch.equal(bias[: tiny.VOCAB], stored(phi, "bias"))
-
-
 @pytest.mark.parametrize("size", [None, 100])
 def test_whole_heads_draft_with_the_bias(
     phi: Path,
@@ -70,16 +52,13 @@ def test_whole_heads_draft_with_the_bias(
     size: int | None,
 ) -> None:
     """As they are trained: whole classifiers that are zero draft the token of the largest bias."""
-    changes: dict[str, Any] = {
-        "factorised": False,
-        "rank": 1,
-        "condition": "none",
-    }
     config = heads_folders.config_of(
         "cp",
         phi,
         SIZES,
-        **changes,
+        factorised=False,
+        rank=1,
+        condition="none",
     )
     tensors = heads_folders.blank_tensors(config)
     tensors["token_counts"] = torch.arange(tiny.VOCAB, dtype=torch.int32)
@@ -87,7 +66,11 @@ def test_whole_heads_draft_with_the_bias(
     options = {"method": "cp", "model": str(tmp_path), "draft_vocab_size": size}
     llm = start_engine(phi, options, dtype="bfloat16")
     speculator = drafter_of(llm)
-    generate(llm, [{"prompt_token_ids": [5, 6, 7]}], greedy(8))
     bias = stored(phi, "bias")
+    for token_ids in (torch.arange(tiny.VOCAB), None):
+        rows, read = speculator.target.lm_head.rows(token_ids)
+        assert torch.equal(rows[: tiny.VOCAB], stored(phi, "weight"))
+        assert torch.equal(read[: tiny.VOCAB], bias)
+    generate(llm, [{"prompt_token_ids": [5, 6, 7]}], greedy(8))
     bias[: tiny.VOCAB - (size or tiny.VOCAB)] = -torch.inf  # the rarest tokens
     assert (speculator.draft_tokens[0] == bias.argmax()).all()

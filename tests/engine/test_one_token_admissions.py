@@ -6,41 +6,40 @@ of those that draft.
 from typing import Any
 
 import pytest
-from cases import generate, greedy, prompts
-from conftest import DEMO, counting, start_engine
+from cases import generate, greedy, prompts, run_arrivals
+from conftest import DEMO, counting, results_of, scheduler_of, start_engine
+from methods import ON_DEMO
 
 pytestmark = pytest.mark.engine
 CACHED = {
     "prompt_token_ids": prompts(1)[0]["prompt_token_ids"][:65]
 }  # 2 blocks, 1 token
-REQUESTS = [*prompts(2), CACHED]
+ARRIVALS = {
+    0: [(request, greedy(24)) for request in prompts(2)],
+    8: [(CACHED, greedy(24))],
+}
 SETTINGS = {"enable_prefix_caching": True, "max_num_seqs": 4}
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    return generate(start_engine(DEMO, None, **SETTINGS), REQUESTS, greedy(24))
+def expected() -> dict[str, list[int]]:
+    return run_arrivals(start_engine(DEMO, None, **SETTINGS), ARRIVALS)
 
 
 @pytest.fixture(scope="module")
 def drafting() -> Any:
     """An engine whose scheduler chooses the number of drafts, here always all or none."""
-    heads = str(DEMO.parent / "heads" / "cp")
-    options = {"method": "cp", "model": heads, "num_speculative_tokens": 3}
-    llm = start_engine(DEMO, options | {"adaptive": True}, **SETTINGS)
+    options = {"num_speculative_tokens": 3, "adaptive": True}
+    llm = start_engine(DEMO, ON_DEMO["cp"] | options, **SETTINGS)
     scheduler_of(llm).draft_policy = None
     generate(llm, [CACHED], greedy(4))
     return llm
 
 
-def scheduler_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 @pytest.mark.parametrize(("limit", "tokens"), [(None, 4), (1, 1)])
 def test_admitted_requests_get_as_many_tokens(
     drafting: Any,
-    expected: list[list[int]],
+    expected: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
     limit: int | None,
     tokens: int,
@@ -49,31 +48,13 @@ def test_admitted_requests_get_as_many_tokens(
     drafts of the first step change nothing.
     """
     scheduler = scheduler_of(drafting)
-    steps = []
-    stock = scheduler.schedule
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        steps.append(stock(*args, **kwargs))
-        return steps[-1]
-
     monkeypatch.setattr(scheduler, "max_requests", limit)
-    monkeypatch.setattr(scheduler, "schedule", schedule)
-    engine = drafting.llm_engine
-    answers = {}
-    with counting(drafting) as seen:
-        for number, request in enumerate(REQUESTS):
-            if request is CACHED:
-                for _ in range(8):
-                    engine.step()
-            engine.add_request(str(number), request, greedy(24))
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                answers[output.request_id] = list(output.outputs[0].token_ids)
+    with counting(drafting) as seen, results_of(scheduler, "schedule") as steps:
+        assert run_arrivals(drafting, ARRIVALS) == expected
     (admission,) = (
         output
         for output in steps
         if any(new.num_computed_tokens == 64 for new in output.scheduled_new_reqs)
     )
     assert list(admission.num_scheduled_tokens.values()) == [tokens] * 3
-    assert [answers[str(number)] for number in range(3)] == expected
     assert (seen["accepted"] > 0) == (limit is None)

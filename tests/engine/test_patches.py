@@ -4,9 +4,6 @@ us is not touched.
 """
 
 import json
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from typing import Any, get_args
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
-from conftest import ROOT, Factory, our_log
+from conftest import Factory, our_log, run_script
 from vllm import EngineArgs, SamplingParams
 from vllm.config import vllm as vllm_module
 from vllm.exceptions import VLLMValidationError
@@ -164,18 +161,7 @@ def test_output_is_that_of_a_vllm_without_us(
     engine: Factory, tiny_model: Factory
 ) -> None:
     """The same requests in a process where VLLM_PLUGINS switches us off."""
-    environment = {
-        **os.environ,
-        "VLLM_PLUGINS": "",
-        "PYTHONPATH": str(ROOT / "tests"),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tiny_model())],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    )
+    run = run_script(SCRIPT, tiny_model(), VLLM_PLUGINS="")
     assert "vllm-ppd" not in run.stdout + run.stderr
     expected = generate(engine(), prompts(16), greedy())
     assert json.loads(run.stdout.splitlines()[-1]) == expected

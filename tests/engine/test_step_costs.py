@@ -16,7 +16,14 @@ import pytest
 from cases import CASES, generate, greedy, prompts
 from configured import drafting as drafting_config
 from configured import from_dict
-from conftest import Factory, drafter_of, runner_of, start_engine
+from conftest import (
+    Factory,
+    drafter_of,
+    results_of,
+    runner_of,
+    scheduler_of,
+    start_engine,
+)
 from methods import METHODS
 from safetensors.torch import load_file, save_file
 from vllm import envs
@@ -34,7 +41,6 @@ from vllm_ppd.vllm_plugins.engine.dummy_steps import (
     most_requests,
     time_steps,
 )
-from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
 
 # What steps take when served does not count
 ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
@@ -43,32 +49,21 @@ SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS)
 
 
-def measured(
-    seconds: Callable[[int, int], float], largest: int, delay: float = 0.0
-) -> tuple[CostTable, int]:
-    """A table of steps that take so long, and the rounds that were run; every other one
-    is late unless all are slow.
-    """
+def test_the_fastest_round_of_each_batch_size_counts() -> None:
+    """Every other round is late."""
     rounds: list[int] = []
 
     def run(requests: int, plans: Sequence[Plan]) -> list[float]:
         if plans == [NO_DRAFTS]:
             return [1.0]
         rounds.append(requests)
-        time.sleep(delay)
-        late = 10.0 if len(rounds) % 2 and not delay else 1.0
-        return [late * seconds(requests, plan.drafts) for plan in plans]
+        late = 10.0 if len(rounds) % 2 else 1.0
+        return [late * (requests + plan.drafts) for plan in plans]
 
-    return measure.measure_table(
-        run, largest, [0, 1, 3], lambda value: value
-    ), len(rounds)
-
-
-def test_the_fastest_round_of_each_batch_size_counts() -> None:
-    table, rounds = measured(lambda requests, drafts: requests + drafts, 20)
+    table = measure.measure_table(run, 20, [0, 1, 3], lambda value: value)
     assert (table.sizes, table.counts) == ([1, 16, 20], [0, 1, 3])
     assert table.seconds == [[b, b + 1, b + 3] for b in table.sizes]
-    assert rounds == 3 * measure.ROUNDS
+    assert len(rounds) == 3 * measure.ROUNDS
 
 
 def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
@@ -156,19 +151,22 @@ def test_a_damaged_file_is_none(damage: bytes, tmp_path: Path) -> None:
     assert step_costs.load(path) is None
 
 
+def kept_in(model: Path, options: dict[str, Any]) -> Path:
+    """The file of an engine's step costs."""
+    vllm_config = from_dict(model, options)
+    return step_costs.cache_file(drafting_config(vllm_config), vllm_config)
+
+
 def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
     """So a start that measures replaces the file that later starts read."""
     files = [
-        step_costs.cache_file(drafting_config(vllm_config), vllm_config)
+        kept_in(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})
         for options in (
             {},
             {"step_costs": "measure"},
             {"adaptive": False},
             {"exit_layer": 4},
         )
-        for vllm_config in [
-            from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})
-        ]
     ]
     assert files[0] == files[1] == files[2] != files[3]
 
@@ -182,23 +180,18 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     heads = tmp_path / "heads"
     shutil.copytree(whole_heads("cp"), heads)
 
-    def kept_in() -> Path:
-        vllm_config = from_dict(
-            tiny_model(), {"method": "cp", "model": str(heads)}
-        )
-        return step_costs.cache_file(drafting_config(vllm_config), vllm_config)
-
-    first = kept_in()
-    assert kept_in() == first
+    options = {"method": "cp", "model": str(heads)}
+    first = kept_in(tiny_model(), options)
+    assert kept_in(tiny_model(), options) == first
     weights = load_file(heads / "model.safetensors")
     save_file(
         {name: tensor + 1 for name, tensor in weights.items()},
         heads / "model.safetensors",
     )
-    retrained = kept_in()
+    retrained = kept_in(tiny_model(), options)
     assert retrained != first
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
-    assert kept_in() != retrained
+    assert kept_in(tiny_model(), options) != retrained
 
 
 # ---- engines
@@ -240,17 +233,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "vllm_ppd_step_costs"
 
 
-def choices_of(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def choices_of(llm: Any) -> list[int]:
     """Numbers of drafts that the scheduler chooses while an engine serves, step by step."""
-    stock = DraftingScheduler._choose
-    choices = []
-
-    def choose(self: DraftingScheduler, scheduler_output: Any) -> None:
-        stock(self, scheduler_output)
-        choices.append(self.drafts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DraftingScheduler, "_choose", choose)
+    scheduler = scheduler_of(llm)
+    with results_of(scheduler, "_choose", lambda _: scheduler.drafts) as choices:
         for case in ("more_than_fit", "arrivals_and_aborts"):
             CASES[case](llm)
     return choices
@@ -287,9 +273,9 @@ def test_engines_with_the_same_table_make_the_same_drafts(
             tiny_model(), ADAPTIVE, async_scheduling=asynchronous
         )
         (table,) = first.collective_rpc("step_costs")
-        first.llm_engine.engine_core.engine_core.scheduler.follow(table)
-    choices = [choices_of(llm, monkeypatch) for llm in (first, second)]
-    assert choices[0] == choices[1] and {0, 3} <= set(choices[0])
+        scheduler_of(first).follow(table)
+    choices = [choices_of(llm) for llm in (first, second)]
+    assert choices[0] == choices[1] and len(set(choices[0])) > 1
     # Measuring anew replaces the file, and changes no random number.
     random = np.random.get_state()[1].tolist()  # noqa: NPY002
     first.collective_rpc("step_costs", kwargs={"again": True})

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 from cases import greedy, prompts
-from conftest import DEMO, counting, full_but, start_engine
+from conftest import DEMO, counting, full_but, scheduler_of, start_engine
+from methods import ON_DEMO
 
-HEADS = str(DEMO.parent / "heads")
-CP = {"method": "cp", "model": f"{HEADS}/cp"}
-EARLY = {"method": "ppd", "model": f"{HEADS}/early", "num_speculative_tokens": 3}
-LOOKUP = {"prompt_lookup_min": 2}
-METHODS: dict[str, dict[str, Any]] = {
-    "cp": CP,
-    "early": EARLY | {"exit_layer": 6},
+LOOKUP: dict[str, Any] = {"prompt_lookup_min": 2}
+METHODS = ON_DEMO | {
     "lookup": LOOKUP | {"method": "ppd"},
-    "cp and lookup": CP | LOOKUP,
-    "dynamo": {"method": "dynamo", "model": f"{HEADS}/dynamo", "eps_b": 0.05},
+    "cp and lookup": ON_DEMO["cp"] | LOOKUP,
 }
 STEPS = 400
 TOKENS = 500
@@ -34,7 +29,7 @@ def test_acceptance_is_what_it_was(name: str) -> None:
         max_model_len=640,
     )
     engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler = scheduler_of(llm)
     # Greedy text ends in a loop, which the heads do not know and lookups do.
     params = greedy(TOKENS, temperature=0.0 if "lookup" in name else 0.8, seed=1)
 

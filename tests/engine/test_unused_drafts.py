@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts, run_arrivals
-from conftest import Factory, counting, runner_of
+from conftest import Factory, accepting, counting, runner_of
 from methods import METHODS
 from replayed import launches_apart
 from waits import Waits
@@ -75,8 +75,12 @@ def test_chunks_beside_decoding_requests(
     options: dict[str, Any],
     asynchronous: bool,
 ) -> None:
-    """Drafts are made where a request can use them, and the output is vLLM's."""
+    """Drafts are made where a request can use them, and the output is vLLM's, also with
+    two batches in flight.
+    """
     llm = drafting(options, async_scheduling=asynchronous)
+    core = llm.llm_engine.engine_core.engine_core
+    assert core.batch_queue_size == 1 + asynchronous
     short = prompts(3, 20)
     out = greedy(24, extra_args=OUT)
     arrivals = {
@@ -85,9 +89,8 @@ def test_chunks_beside_decoding_requests(
         8: [(LONG[0], greedy(1))],
     }
     expected = run_arrivals(engine(), arrivals)
-    with counting(llm) as seen:
+    with accepting(llm):
         assert run_arrivals(llm, arrivals) == expected
-    assert seen["accepted"] > 0
     generate(llm, short, out)  # ends a step that is in flight
     with counting(llm) as seen:
         generate(llm, LONG + short, out)

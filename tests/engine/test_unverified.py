@@ -26,11 +26,12 @@ from vllm_ppd.heads.training.tokens import Batch
 
 pytestmark = pytest.mark.engine
 MANY = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+UNVERIFIED = METHODS["dynamo"] | {"verify": False}
 
 
 @pytest.fixture(scope="module")
 def unverified(drafting: Factory) -> Any:
-    return drafting({**METHODS["dynamo"], "verify": False}, **MANY)
+    return drafting(UNVERIFIED, **MANY)
 
 
 def with_eps(eps_b: float) -> SamplingParams:
@@ -45,7 +46,7 @@ def test_full_back_off_is_ordinary_decoding(
     alone: Factory,
     case: str,
 ) -> None:
-    llm = drafting({**METHODS["dynamo"], "verify": False, "eps_b": 1.0})
+    llm = drafting(UNVERIFIED | {"eps_b": 1.0})
     with counting(llm) as seen:
         assert CASES[case](llm) == alone(case)
     assert not seen["unverified_tokens"]

@@ -4,15 +4,12 @@ its own runner beside ours.
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from cases import CASES
-from conftest import ROOT, Factory, full_but, runner_of, start_engine
+from conftest import Factory, full_but, run_script, runner_of, start_engine
 from plain_v2 import MARK
 
 from vllm_ppd.benchmarks.models.eagle import Eagle, EagleOptions
@@ -85,7 +82,6 @@ for name in ("alone", "eagle", "ours", "alone", "eagle", "ngram"):
     module = "vllm_ppd" if name == "ours" else "vllm.v1.worker.cpu_"
     assert type(runner_of(llm)).__module__.startswith(module), name
     assert name in ("alone", "eagle") or llm.counts["accepted"] > 0, name
-print("same", flush=True)
 """
 
 
@@ -104,16 +100,4 @@ def test_vllms_own_methods_before_and_after_ours(
     Eagle(EagleOptions(model=model, data=["-"], out="-"), target).write(
         tmp_path, ""
     )
-    paths = os.pathsep.join(
-        [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    )
-    command = [sys.executable, "-c", BEFORE_AND_AFTER, model, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    assert run.stdout.endswith("same\n"), run.stdout[-1000:] + run.stderr[-3000:]
+    run_script(BEFORE_AND_AFTER, model, tmp_path)
