@@ -47,6 +47,7 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
     assert drafting(config).model_dump() == {
         "method": "paradecode",
         "model": None,
+        "heads": "auto",
         "num_speculative_tokens": 5,
         "exit_layer": 4,
         "gamma": 0.4,
