@@ -41,13 +41,14 @@ class Found(NamedTuple):
 
 def found_heads(model_config: ModelConfig) -> list[Found]:
     """Heads of a target, the best first. They are not checked."""
+    found = _travelling(model_config)
     try:
-        return [*_travelling(model_config), *_registered(model_config)]
+        found += _registered(model_config)
     except OSError as error:
         logger.warning(
-            "vllm-ppd: heads on this disk cannot be listed (%s)", error
+            "vllm-ppd: the heads of `ppd fit` cannot be listed (%s)", error
         )
-        return []
+    return found
 
 
 def _travelling(model_config: ModelConfig) -> list[Found]:
