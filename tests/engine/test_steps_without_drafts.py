@@ -16,7 +16,7 @@ LOOKUP = {"prompt_lookup_min": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "cp": CP,
     "early": EARLY | {"exit_layer": 6},
-    "lookup": LOOKUP | {"method": "ppd"},
+    "lookup": LOOKUP | {"method": "lookup"},
     "cp and lookup": CP | LOOKUP,
     "dynamo": {"method": "dynamo", "model": f"{HEADS}/dynamo", "eps_b": 0.05},
 }
