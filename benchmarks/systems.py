@@ -178,7 +178,11 @@ def systems_of(options: DecodeOptions) -> list[System]:
         systems.append(
             System(
                 "ppd, no heads",
-                {"method": "ppd", "num_speculative_tokens": drafts},
+                {
+                    "method": "ppd",
+                    "heads": "none",
+                    "num_speculative_tokens": drafts,
+                },
             )
         )
     if "ngram" in options.plain:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on the Hub by name, ORGANISATION/NAME[@REVISION].
+"""Heads on the Hub by name, ORGANISATION/NAME[@REVISION], or in the subfolder `ppd` of
+their target's repository, ORGANISATION/NAME[@REVISION]:ppd.
 
 huggingface_hub fetches their files into its cache, so its offline mode, tokens and
 endpoint apply.
@@ -7,31 +8,39 @@ endpoint apply.
 
 import os
 import re
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.text import StrPath, quoted
 
-_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+SUBFOLDER = "ppd"  # of a model, for heads that travel with it
+_NAME = re.compile(
+    rf"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?(?::({SUBFOLDER}))?", re.ASCII
+)
 _token: ContextVar[str | bool | None] = ContextVar(
     "vllm_ppd_hub_token", default=None
 )
 
 
 class HubName(NamedTuple):
-    """A repository of the Hub, and a branch, tag or commit of it (None: its main branch)."""
+    """A repository of the Hub, a branch, tag or commit of it (None: its main branch),
+    and a subfolder (None: its top).
+    """
 
     repo: str
     revision: str | None = None
+    subfolder: str | None = None
 
     def __str__(self) -> str:
-        return (
-            self.repo if self.revision is None else f"{self.repo}@{self.revision}"
-        )
+        revision = "" if self.revision is None else f"@{self.revision}"
+        subfolder = "" if self.subfolder is None else f":{self.subfolder}"
+        return f"{self.repo}{revision}{subfolder}"
 
 
 def hub_name(name: StrPath) -> HubName | None:
@@ -42,7 +51,7 @@ def hub_name(name: StrPath) -> HubName | None:
     match = _NAME.fullmatch(text)
     if match is None or os.path.lexists(text) or text.endswith(".gguf"):
         return None
-    return HubName(match[1], match[2])
+    return HubName(*match.groups())
 
 
 @contextmanager
@@ -77,6 +86,7 @@ def folder_of(name: StrPath, file: str) -> str:
         path = hf_hub_download(
             repository.repo,
             file,
+            subfolder=repository.subfolder,
             revision=repository.revision,
             token=_token.get(),
         )
@@ -101,14 +111,17 @@ def whole_folder(
     repository = hub_name(name)
     if repository is None:
         return os.fspath(name)
+    subfolder = repository.subfolder or ""
     with _errors_in_a_line(repository):
-        return snapshot_download(
+        folder = snapshot_download(
             repository.repo,
             revision=repository.revision,
-            allow_patterns=list(files),
-            ignore_patterns="*/*",  # the base model that the full recipe writes
+            allow_patterns=[os.path.join(subfolder, file) for file in files],
+            # The base model that the full recipe writes
+            ignore_patterns=os.path.join(subfolder, "*/*"),
             token=_token.get(),
         )
+    return os.path.join(folder, subfolder)
 
 
 def pinned(name: StrPath, file: str) -> str:
@@ -120,7 +133,34 @@ def pinned(name: StrPath, file: str) -> str:
     repository = hub_name(name)
     if repository is None:
         return os.fspath(name)
-    return str(HubName(repository.repo, Path(folder_of(name, file)).name))
+    folder = Path(folder_of(name, file))
+    commit = folder.name if repository.subfolder is None else folder.parent.name
+    return str(repository._replace(revision=commit))
+
+
+def pinned_within(seconds: float, name: StrPath, file: str) -> str:
+    """The same as pinned, but in limited time.
+
+    Raises:
+        HeadsError: as folder_of, or if the Hub has not answered in time.
+    """
+    answer: Future[str] = Future()
+    context = copy_context()  # with the token
+
+    def ask() -> None:
+        try:
+            answer.set_result(context.run(pinned, name, file))
+        except HeadsError as error:
+            answer.set_exception(error)
+
+    # huggingface_hub's own limit is for each address of a host
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TimeoutError:
+        raise HeadsError(
+            f"the Hub has not answered for {quoted(str(name))} within {seconds:g} s"
+        ) from None
 
 
 @contextmanager

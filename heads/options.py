@@ -43,10 +43,12 @@ class FitOptions(Options):
             "target: a causal LM folder or Hub name that vLLM and transformers can load"
         )
     )
-    out: str = Field(
+    out: str | None = Field(
+        None,
         description=(
-            "heads folder to write; OUT.fit keeps the data and a stopped run's progress"
-        )
+            "heads folder to write (default: the model's name with -ppd); OUT.fit keeps "
+            "the data and a stopped run's progress"
+        ),
     )
     minutes: float = Field(
         60.0,

@@ -63,8 +63,8 @@ class Hub:
             data = (folder / file).read_bytes()
             return 200, headers | {"ETag": hashlib.sha256(data).hexdigest()}, data
         sizes = {
-            path.name: path.stat().st_size
-            for path in folder.iterdir()
+            path.relative_to(folder).as_posix(): path.stat().st_size
+            for path in folder.rglob("*")
             if path.is_file()
         }
         content: Any = {

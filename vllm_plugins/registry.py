@@ -55,7 +55,7 @@ EARLY = MethodSpec(
 METHODS: dict[str, MethodSpec] = {
     "ppd": replace(
         EARLY,
-        options=(*EARLY.options, "candidates"),
+        options=(*EARLY.options, "candidates", "heads"),
         group_worker=f"{METHOD}.group.runner.GroupWorker",
         group_scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
     ),

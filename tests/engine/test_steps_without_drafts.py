@@ -12,7 +12,7 @@ from methods import ON_DEMO
 
 LOOKUP: dict[str, Any] = {"prompt_lookup_min": 2}
 METHODS = ON_DEMO | {
-    "lookup": LOOKUP | {"method": "ppd"},
+    "lookup": LOOKUP | {"method": "lookup"},
     "cp and lookup": ON_DEMO["cp"] | LOOKUP,
 }
 STEPS = 400

@@ -28,6 +28,7 @@ from vllm_ppd.heads.errors import (
 from vllm_ppd.heads.files import write_json, write_text, writing_folder
 from vllm_ppd.heads.folder import CONFIG_NAME, read_calibration
 from vllm_ppd.heads.generation import write_chats
+from vllm_ppd.heads.hub import SUBFOLDER
 from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
 from vllm_ppd.heads.provenance import PROVENANCE_NAME
 from vllm_ppd.heads.text import place
@@ -35,6 +36,7 @@ from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
 from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.model_patches.families import FAMILIES
+from vllm_ppd.vllm_plugins.config.found import register
 
 # Shares of the time limit; calibration has what they leave
 DATA = 0.5
@@ -63,8 +65,11 @@ STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 def run(options: FitOptions) -> int:
     """Run the steps that are not done, and print what they came to."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    out = Path(options.out)
-    folder = Path(f"{options.out}.fit")
+    if options.out is None:
+        model = os.path.basename(os.path.abspath(options.model))
+        options = options.model_copy(update={"out": f"{model}-{SUBFOLDER}"})
+    out = Path(str(options.out))
+    folder = Path(f"{out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(
             f"--out {place(out)} already holds heads; delete it or give another folder"
@@ -80,6 +85,12 @@ def run(options: FitOptions) -> int:
         shutil.rmtree(folder / "states", ignore_errors=True)
     print(report(read_calibration(out), str(out)))
     print(f"\nwrote {out}; {folder} keeps the data")
+    try:
+        register(out)
+    except (HeadsError, OSError) as error:
+        print(f"`--speculative-model ppd` will not find {out} ({error})")
+    else:
+        print(f"`--speculative-model ppd` finds {out} on this machine")
     return 0
 
 
@@ -98,7 +109,7 @@ class Fit:
     def __init__(self, options: FitOptions, folder: Path) -> None:
         self.options = options
         self.folder = folder
-        self.out = Path(options.out)
+        self.out = Path(str(options.out))
         code = options.trust_remote_code
         with loading(options.model):
             config = AutoConfig.from_pretrained(

@@ -4,24 +4,21 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
-from vllm_ppd.heads.base import TargetFingerprint
-from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.folder import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.target import (
-    TOKENIZER_NAME,
-    check_target,
-    fingerprint,
-)
+from vllm_ppd.heads.options import FitOptions
+from vllm_ppd.heads.target import check_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.found import fingerprint_at_hand, found_heads
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
+    AUTO,
     CONFIG_KEY,
     FLAGS_OF_VLLM,
     DraftingOptions,
@@ -32,11 +29,12 @@ from vllm_ppd.vllm_plugins.config.options import (
     parse_options,
 )
 from vllm_ppd.vllm_plugins.config.refusals import (
+    refuse_complete_config,
     refuse_layers_read,
     refuse_scheduling,
     refuse_target,
 )
-from vllm_ppd.vllm_plugins.config.resolve import resolve, with_default_method
+from vllm_ppd.vllm_plugins.config.resolve import is_open, resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
@@ -159,17 +157,76 @@ def _resolved(
     model_config: ModelConfig,
     parallel_config: ParallelConfig,
 ) -> DraftingConfig:
-    """Check our options against the target and the heads, and fill in missing values.
+    """Find heads if they are left open, check our options against the target and the
+    heads, and fill in missing values.
 
     Raises:
         OptionError, HeadsError: with one line that says what is wrong, where, and what
-            to do instead.
+            to do instead. Heads that were found raise nothing: others take their place.
     """
-    options = with_default_method(options, parallel_config.pipeline_parallel_size)
-    refuse_target(options, model_config, parallel_config, args)
-    heads = (
-        None if options.model is None else _checked_heads(options, model_config)
+    checked = partial(
+        _checked,
+        args=args,
+        model_config=model_config,
+        parallel_config=parallel_config,
     )
+    if not is_open(options, parallel_config.pipeline_parallel_size):
+        return checked(options)
+    found = found_heads(model_config) if options.heads == AUTO else []
+    nexts = [*(f"heads {heads.model}" for heads in found[1:]), "lookups alone"]
+    for heads, instead in zip(found, nexts, strict=False):
+        try:
+            method = load_config(heads.model).method
+            config = checked(
+                options.model_copy(
+                    update={"method": method, "model": heads.model}
+                ),
+                is_found=True,
+            )
+        except (UserError, OSError) as error:
+            logger.warning(
+                "vllm-ppd: heads %s are not used (%s). Next: %s",
+                heads.model,
+                error,
+                instead,
+            )
+            continue
+        logger.info(
+            "vllm-ppd: using heads %s: %s. --ppd-heads %s pins them; --ppd-heads none "
+            "leaves them out",
+            heads.model,
+            heads.reason,
+            heads.model,
+        )
+        return config
+    if options.heads == AUTO and not found:
+        logger.info(
+            "vllm-ppd: no heads were found for %s; `ppd fit %s` makes some within %g "
+            "minutes or another limit",
+            model_config.model,
+            model_config.model,
+            FitOptions.model_fields["minutes"].default,
+        )
+    return checked(options.model_copy(update={"method": "lookup"}))
+
+
+def _checked(
+    options: DraftingOptions,
+    args: Any,
+    model_config: ModelConfig,
+    parallel_config: ParallelConfig,
+    is_found: bool = False,
+) -> DraftingConfig:
+    """The same for a method and heads that are decided.
+
+    Raises:
+        OptionError, HeadsError: as _resolved, also for heads that were found.
+    """
+    refuse_target(options, model_config, parallel_config, args)
+    heads = None
+    if options.model is not None:
+        strict = is_found or not options.verify
+        heads = _checked_heads(options, model_config, strict)
     config = resolve(
         options,
         model_config.hf_text_config.num_hidden_layers,
@@ -178,11 +235,13 @@ def _resolved(
         platform.is_cpu(),
     )
     refuse_scheduling(config, args)
+    if is_found:
+        refuse_complete_config(config)
     return config
 
 
 def _checked_heads(
-    options: DraftingOptions, model_config: ModelConfig
+    options: DraftingOptions, model_config: ModelConfig, strict: bool
 ) -> HeadsConfig:
     """The configuration of a heads folder, after a complete check against the target.
 
@@ -193,10 +252,8 @@ def _checked_heads(
     target = model_config.hf_text_config
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
-    at_hand = _fingerprint_at_hand(model_config)
-    other_weights = check_target(
-        heads, folder, target, at_hand, not options.verify
-    )
+    at_hand = fingerprint_at_hand(model_config)
+    other_weights = check_target(heads, folder, target, at_hand, strict)
     if other_weights is not None:
         logger.warning("vllm-ppd: %s", other_weights)
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
@@ -207,21 +264,6 @@ def _checked_heads(
     refuse_layers_read(heads, folder, model_config)
     check_folder(folder)
     return heads
-
-
-def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
-    """Hashes of the target, as far as its files are on this disk; its tokenizer is
-    fetched if it is not.
-    """
-    model = model_config.model
-    on_hub = hub.hub_name(model)
-    if on_hub is not None:
-        if platform.variable("VLLM_USE_MODELSCOPE"):
-            return TargetFingerprint()
-        model = str(on_hub._replace(revision=model_config.revision))
-    with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
-        return fingerprint(hub.folder_of(model, TOKENIZER_NAME))
-    return TargetFingerprint()
 
 
 def _rewrite(args: Any, config: DraftingConfig) -> None:

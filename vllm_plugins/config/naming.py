@@ -18,7 +18,7 @@ from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.config.options import AUTO, NONE, OptionError
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -60,13 +60,24 @@ def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
     are pinned to a commit, so that every process has the same.
 
     Raises:
+        OptionError: if two heads are given.
         HeadsError: if the heads cannot be fetched from the Hub.
     """
     given = dict(speculative_config)
+    model = given.get("model")
+    if "method" not in given and isinstance(model, str) and model in METHODS:
+        given["method"] = given.pop("model")
+    heads = given.get("heads")
+    if heads is not None and "model" in given:
+        raise OptionError(
+            f"heads={quoted(heads)} and model={quoted(model)} are both given; give "
+            "only one of them"
+        )
+    is_named = isinstance(heads, str) and heads not in (AUTO, NONE)
+    if is_named and given.get("method") == "ppd":
+        del given["method"]
+        given["model"] = given.pop("heads")
     if isinstance(given.get("model"), str):
-        if "method" not in given and given["model"] in METHODS:
-            given["method"] = given.pop("model")
-            return given
         given["model"] = pinned(os.path.expanduser(given["model"]), CONFIG_NAME)
         if "method" not in given:
             given["method"] = kind_of(given["model"])

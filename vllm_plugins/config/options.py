@@ -22,6 +22,10 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
 
+# Values of the option `heads` that name none
+AUTO = "auto"
+NONE = "none"
+
 # Prefix of our flags' argparse destinations, which vLLM's arguments do not have
 PREFIX = "ppd_"
 FLAGS_OF_VLLM = {
@@ -61,6 +65,12 @@ class DraftingOptions(BaseModel):
         description="heads folder, or heads on the Hub "
         "(ORGANISATION/NAME[@REVISION]); early drafting needs none: the exit is then "
         "read through the target's final norm and LM head",
+    )
+    heads: str = Field(
+        AUTO,
+        description="heads of method ppd: auto (those in the model's subfolder ppd, or "
+        "those that `ppd fit` has made for it on this machine; none with an option "
+        "of early drafting or pipeline parallelism), none, or what model takes",
     )
     num_speculative_tokens: Drafts = Field(
         3,

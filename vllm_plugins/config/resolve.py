@@ -27,19 +27,19 @@ LOOKUP: dict[str, Any] = {
 }
 
 
-def with_default_method(
-    options: DraftingOptions, stages: int = 1
-) -> DraftingOptions:
-    """Options in which method ppd without heads becomes lookup, unless an option of
-    early drafting is given.
+def is_open(options: DraftingOptions, stages: int = 1) -> bool:
+    """Whether method ppd stands for the heads that are found, or else for lookup: no
+    option of early drafting is given.
 
     An exit that was neither trained nor calibrated often costs more than it gains; a
     lookup costs nothing if it has no draft.
     """
-    early = {"model", *METHODS["ppd"].options} & options.model_fields_set
-    if options.method != "ppd" or stages > 1 or early:
-        return options
-    return options.model_copy(update={"method": "lookup"})
+    early = {"model", *METHODS["ppd"].options} - {"heads"}
+    return (
+        options.method == "ppd"
+        and stages == 1
+        and not early & options.model_fields_set
+    )
 
 
 def resolve(

@@ -83,10 +83,7 @@ class DraftingConfig(DraftingOptions):
         if self.model:
             parts.append(f"heads {self.model} ({self.heads_summary})")
         elif self.spec.looks_up_alone:
-            parts.append(
-                "no heads (train some, or set exit_layer for early drafting without "
-                "heads)"
-            )
+            parts.append("no heads")
         else:
             parts.append("no heads (final norm and LM head of the target)")
         if grouped:

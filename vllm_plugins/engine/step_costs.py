@@ -34,6 +34,7 @@ logger = logging.getLogger("vllm.vllm_ppd")
 NOT_STEPS = {
     "adaptive",
     "step_costs",
+    "heads",  # how they were found
     "heads_summary",
 }
 # (requests, plans) -> seconds of a step with each

@@ -41,8 +41,9 @@ def hub(
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hub_name("acme/x.1-y_z") == ("acme/x.1-y_z", None)
-    assert hub_name("acme/x@refs/pr/3") == ("acme/x", "refs/pr/3")
+    assert hub_name("acme/x.1-y_z") == ("acme/x.1-y_z", None, None)
+    assert hub_name("acme/x@refs/pr/3") == ("acme/x", "refs/pr/3", None)
+    assert hub_name("acme/x@v1:ppd") == ("acme/x", "v1", "ppd")
     for path in (
         "x",
         "./a/b",
@@ -51,6 +52,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "a/..",
         "a/b@",
         "a/b.gguf",
+        "a/b:Q4",
         "s3://a/b",
     ):
         assert hub_name(path) is None, path

@@ -97,7 +97,7 @@ def refused(words: str, message: str, capsys: Any) -> None:
         ("trian", "unknown command 'trian'; give one of fit, data, train"),
         ("train eagle", "unknown command 'eagle'; give one of "),
         ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
-        ("fit m", "--out: Field required"),
+        ("train early --model m --data d", "--out: Field required"),
         ("fit --out o", "the following arguments are required: MODEL"),
         (
             f"train cp {GIVEN} --precision int4",
@@ -129,7 +129,7 @@ def test_inspect_says_whether_heads_load(
     refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
     refused(
-        f"inspect {folder} --target {folder}/..", "has no config.json", capsys
+        f"inspect {folder} --target {DEMO.parent}", "has no config.json", capsys
     )
     refused("inspect /nowhere", "/nowhere", capsys)
     assert main(["inspect", folder, "--target", "/nowhere"]) == 0

@@ -52,6 +52,7 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     environment = {
         name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
     }
+    environment["VLLM_CACHE_ROOT"] = str(tmp_path / "caches")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
     for condition in (*KILLS, lambda _: False):
         with log.open("a") as file:
@@ -68,6 +69,8 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     assert process.returncode == 0
     assert check_folder(out).kind == "cp" and not (out / ".training").exists()
     assert load_calibration(out)
+    (link,) = (tmp_path / "caches" / "vllm_ppd_heads").glob("*/*")
+    assert link.resolve() == out
     text = log.read_text()
     assert "step 3 of 3: calibration" in text and "predicted" in text.lower()
     training, held_out = (
