@@ -140,9 +140,14 @@ def test_the_exit_may_change_with_each_step(
         deferred = speculator.deferred
         return deferred.mode, deferred.exit, speculator.cut.exit
 
-    def observe(step: Step, *rest: Any) -> None:
-        learn(step, *rest)
-        emitted = rest[3]
+    def observe(
+        step: Step,
+        seconds: float | None,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+        emitted: Sequence[int],
+    ) -> None:
+        learn(step, seconds, req_ids, kinds, emitted)
         if step.verified is not None:
             accepted[step.verified] += sum(emitted) - len(emitted)
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
@@ -39,9 +39,11 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import ModelConfig, ParallelConfig
 
-    from vllm_ppd.heads.base import HeadsConfig
+    from vllm_ppd.heads.base import HeadsConfig, TargetFingerprint
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -164,15 +166,20 @@ def _resolved(
         OptionError, HeadsError: with one line that says what is wrong, where, and what
             to do instead. Heads that were found raise nothing: others take their place.
     """
+    # Hashing takes a second for large vocabularies, and not every target is hashed.
+    at_hand = cache(partial(fingerprint_at_hand, model_config))
     checked = partial(
         _checked,
         args=args,
         model_config=model_config,
         parallel_config=parallel_config,
+        at_hand=at_hand,
     )
     if not is_open(options, parallel_config.pipeline_parallel_size):
         return checked(options)
-    found = found_heads(model_config) if options.heads == AUTO else []
+    found = []
+    if options.heads == AUTO:
+        found = found_heads(model_config, at_hand)
     nexts = [*(f"heads {heads.model}" for heads in found[1:]), "lookups alone"]
     for heads, instead in zip(found, nexts, strict=False):
         try:
@@ -215,6 +222,7 @@ def _checked(
     args: Any,
     model_config: ModelConfig,
     parallel_config: ParallelConfig,
+    at_hand: Callable[[], TargetFingerprint],
     is_found: bool = False,
 ) -> DraftingConfig:
     """The same for a method and heads that are decided.
@@ -226,7 +234,7 @@ def _checked(
     heads = None
     if options.model is not None:
         strict = is_found or not options.verify
-        heads = _checked_heads(options, model_config, strict)
+        heads = _checked_heads(options, model_config, at_hand(), strict)
     config = resolve(
         options,
         model_config.hf_text_config.num_hidden_layers,
@@ -241,7 +249,10 @@ def _checked(
 
 
 def _checked_heads(
-    options: DraftingOptions, model_config: ModelConfig, strict: bool
+    options: DraftingOptions,
+    model_config: ModelConfig,
+    at_hand: TargetFingerprint,
+    strict: bool,
 ) -> HeadsConfig:
     """The configuration of a heads folder, after a complete check against the target.
 
@@ -252,7 +263,6 @@ def _checked_heads(
     target = model_config.hf_text_config
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
-    at_hand = fingerprint_at_hand(model_config)
     other_weights = check_target(heads, folder, target, at_hand, strict)
     if other_weights is not None:
         logger.warning("vllm-ppd: %s", other_weights)

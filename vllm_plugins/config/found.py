@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,11 +40,18 @@ class Found(NamedTuple):
     reason: str
 
 
-def found_heads(model_config: ModelConfig) -> list[Found]:
-    """Heads of a target, the best first. They are not checked."""
+def found_heads(
+    model_config: ModelConfig, at_hand: Callable[[], TargetFingerprint]
+) -> list[Found]:
+    """Heads of a target, the best first. They are not checked.
+
+    Args:
+        model_config: of the target.
+        at_hand: its fingerprint, see fingerprint_at_hand.
+    """
     found = _travelling(model_config)
     try:
-        found += _registered(model_config)
+        found += _registered(at_hand)
     except OSError as error:
         logger.warning(
             "vllm-ppd: the heads of `ppd fit` cannot be listed (%s)", error
@@ -74,13 +82,13 @@ def _travelling(model_config: ModelConfig) -> list[Found]:
     return [Found(heads, "they travel with the model")]
 
 
-def _registered(model_config: ModelConfig) -> list[Found]:
+def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
     """Heads that `ppd fit` has registered for a target, those first whose calibration
     promises most.
     """
     if not _registry().exists():
         return []
-    target = fingerprint_at_hand(model_config)
+    target = at_hand()
     links = _registry(target)
     if target == TargetFingerprint() or not links.exists():
         return []
