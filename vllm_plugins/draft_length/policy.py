@@ -195,13 +195,22 @@ class DraftPolicy:
         self._step += 1
         self._load = requests, prompt_tokens
         self.exploring = False
-        if not req_ids:
-            self.latest = NO_DRAFTS
-            return NO_DRAFTS
+        self.latest = NO_DRAFTS
+        if req_ids:
+            self.latest = self._best(requests, prompt_tokens, req_ids, kinds)
+        return self.latest
+
+    def _best(
+        self,
+        requests: int,
+        prompt_tokens: int,
+        req_ids: Sequence[str],
+        kinds: Sequence[int],
+    ) -> Plan:
+        """As choose(), where some requests may draft."""
         if self._left:
             self._left -= 1
             self.exploring = True
-            self.latest = self._explored
             return self._explored
         share = len(req_ids) / requests
         tokens = []
@@ -216,10 +225,9 @@ class DraftPolicy:
             self.current = self.best.plan
             for exploration in self.explorations.values():
                 exploration.wait = WAIT
-        self.latest = self.current
-        if self.best.gain() <= STARTS and not self._step % CHECKED:
-            self.latest = self._explore(requests, share, others, set(kinds))
-        return self.latest
+        elif not self._step % CHECKED:
+            return self._explore(requests, share, others, set(kinds))
+        return self.current
 
     def _others(
         self, requests: int, prompt_tokens: int, tokens: list[list[float]]

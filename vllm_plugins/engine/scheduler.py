@@ -31,6 +31,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
 )
 from vllm_ppd.vllm_plugins.draft_length.policy import (
     STEP,
+    Choice,
     DraftPolicy,
     Step,
 )
@@ -117,7 +118,7 @@ class DraftingScheduler(CountingScheduler):
         # Drafts of requests that asked for fewer than all
         self._limits: dict[str, int] = {}
         self._may_draft = True  # whether any request may, by the latest choice
-        # Requests of the latest output, and whether each had a match
+        # Requests of the latest output, and whether each took drafts from its own text
         self._matches: tuple[list[str], list[int]] = ([], [])
         self._matched = False  # whether any had
         self._in_flight = 0  # steps
@@ -285,18 +286,14 @@ class DraftingScheduler(CountingScheduler):
             drafting,
             [kinds[name] for name in drafting],
         )
-        if policy.current != before:
-            self._log_choice(len(decoding), before)
+        if policy.current != before and policy.best is not None:
+            self._log_choice(len(decoding), before, policy.best)
 
-    def _log_choice(self, requests: int, before: Plan) -> None:
+    def _log_choice(self, requests: int, before: Plan, choice: Choice) -> None:
         now = time.monotonic()
         if now - self._last_log < LOG_SECONDS:
             return
         self._last_log = now
-        assert (
-            self.draft_policy is not None and self.draft_policy.best is not None
-        )
-        choice = self.draft_policy.best
         logger.info(
             "vllm-ppd: %s in place of %s at %d requests: %.2f of the tokens in %.2f of "
             "the seconds of a step",
@@ -406,7 +403,7 @@ class DraftingScheduler(CountingScheduler):
         self.report(counts)
 
     def _apply_matches(self) -> None:
-        """Note in the requests' kinds which had a match in their own text."""
+        """Note in the requests' kinds which took drafts from their own text."""
         kinds = self._kinds
         for name, match in zip(*self._matches, strict=True):
             kind = kinds.get(name, OPTED_OUT)
