@@ -137,7 +137,7 @@ def speed_table(run: Run) -> str:
                 row.append(f"{speed:.1f} tokens/s")
             else:
                 row.append(str(speed_up(run, name, size) or "-"))
-        row.append(run.get("predicted", {}).get(name, "-"))
+        row.append(shown(run.get("predicted", {}).get(name), ".2f"))
         row.append(shown(share(turns, "accepted_tokens", "draft_tokens"), ".2f"))
         same = None
         if not run["options"]["temperature"]:

@@ -133,17 +133,22 @@ def by_name(
         parameters: names of vLLM's parameters, in order.
         kernel: our kernel.
     """
-    names = tuple(parameters)
     ours = inspect.signature(kernel).parameters
-    wanted = {name: ours.get(name.removesuffix("_ptr")) for name in names}
+    taken = [
+        (place, name, ours[name.removesuffix("_ptr")])
+        for place, name in enumerate(parameters)
+        if name.removesuffix("_ptr") in ours
+    ]
 
     @functools.wraps(kernel)
     def launch(*args: Any, **kwargs: Any) -> None:
         arguments = {}
-        given = dict(zip(names, args, strict=False)) | kwargs
-        for name, value in given.items():
-            parameter = wanted.get(name)
-            if parameter is None:
+        for place, name, parameter in taken:
+            if place < len(args):
+                value = args[place]
+            elif name in kwargs:
+                value = kwargs[name]
+            else:
                 continue
             if isinstance(value, Tensor) and parameter.annotation is not Tensor:
                 value = value.numpy()
