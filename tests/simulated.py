@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.policy import DraftPolicy, Step
+from vllm_ppd.vllm_plugins.engine.dummy_steps import STEPS
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def table_of(
             if noise is not None:
                 step *= noise.uniform(1.0, 1.1)
             seconds.append(step)
-            clock[0] += 10 * step
+            clock[0] += STEPS * step
         return seconds
 
     stock = measure.time

@@ -54,8 +54,6 @@ def test_the_fastest_round_of_each_batch_size_counts() -> None:
     rounds: list[int] = []
 
     def run(requests: int, plans: Sequence[Plan]) -> list[float]:
-        if plans == [NO_DRAFTS]:
-            return [1.0]
         rounds.append(requests)
         late = 10.0 if len(rounds) % 2 else 1.0
         return [late * (requests + plan.drafts) for plan in plans]
@@ -86,11 +84,8 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
         [0, 1, 3],
         lambda value: value,
     )
-    assert (
-        now < 3 * measure.SECONDS
-        and 32 <= max(table.sizes) < 256
-        and 1 in table.sizes
-    )
+    assert now <= measure.SECONDS
+    assert table.sizes == [1, 16, 40]
     costs = StepCosts(table)
     plain = costs.seconds(256, 0, NO_DRAFTS)
     assert costs.seconds(256, 0, Plan(3)) == pytest.approx(4 * plain)
@@ -100,7 +95,7 @@ def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(
 def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(measure, "SECONDS", 0.2)
     values: list[Any] = []
 
     def steps(

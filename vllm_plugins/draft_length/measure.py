@@ -7,19 +7,14 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.config.resolved import FEW_DRAFTS
 from vllm_ppd.vllm_plugins.draft_length.costs import (
-    NO_DRAFTS,
     CostTable,
     Plan,
     plans_of,
 )
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
-REQUIRED = 5  # sizes that are measured however long it takes
-# Per batch size; no further rounds start after these seconds
-LEAST_ROUNDS = 2
-ROUNDS = 5
-ROUND_SECONDS = 0.5
-SECONDS = 8.0  # after which only the first rounds of required batch sizes start
+ROUNDS = 5  # most rounds of a batch size
+SECONDS = 8.0  # within which the measurement ends
 GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 
@@ -34,20 +29,18 @@ def counts_of(most: int, device: str) -> list[int]:
 
 
 def sizes_to_measure(largest: int, max_drafts: int) -> list[int]:
-    """Batch sizes in the order in which they are measured.
+    """Batch sizes, ascending.
 
     The cost of drafts rises where a step becomes limited by compute, and where
-    verification no longer fits a graph. A table that ends before these batches would
-    let an engine draft there at a loss, so they come first. Small batches take little
-    time and follow.
+    verification no longer fits a graph.
 
     Args:
         largest: batch size.
         max_drafts: of a request.
     """
-    last_with_graph = min(max(GRAPH_TOKENS // (1 + max_drafts), 1), largest)
-    smaller = [size for size in SIZES if size < largest]
-    return list(dict.fromkeys([largest, last_with_graph, *smaller]))
+    last_with_graph = max(GRAPH_TOKENS // (1 + max_drafts), 1)
+    sizes = {*SIZES, last_with_graph, largest}
+    return sorted(size for size in sizes if size <= largest)
 
 
 def measure_table(
@@ -57,11 +50,9 @@ def measure_table(
     from_first_rank: Callable[[Any], Any],
     exits: int = 1,
 ) -> CostTable:
-    """Measure steps of several batch sizes, as many as time allows.
+    """Measure steps of several batch sizes within SECONDS.
 
     The fastest round counts, since other work on the machine only makes steps slower.
-    All of it takes about SECONDS; on a slow machine the first rounds of the required
-    sizes take as long again.
 
     Args:
         time_steps: (requests, plans) -> seconds of a step with each.
@@ -73,33 +64,38 @@ def measure_table(
     """
     plans = plans_of(counts, exits)
     began = time.perf_counter()
+    rounds: dict[int, list[list[float]]] = {}
+    round_seconds: dict[int, float] = {}
 
-    def late(since: float, seconds: float) -> bool:
-        return bool(from_first_rank(time.perf_counter() - since > seconds))
-
-    def fastest(size: int) -> list[float]:
+    def run(size: int) -> None:
         started = time.perf_counter()
-        rounds = [time_steps(size, plans)]
-        while len(rounds) < ROUNDS and not late(began, SECONDS):
-            if len(rounds) >= LEAST_ROUNDS and late(started, ROUND_SECONDS):
-                break
-            rounds.append(time_steps(size, plans))
-        return [min(seconds) for seconds in zip(*rounds, strict=True)]
+        rounds.setdefault(size, []).append(time_steps(size, plans))
+        took = time.perf_counter() - started
+        round_seconds[size] = from_first_rank(took)
 
-    # A step that is limited by compute takes a time that grows with its tokens. If a
-    # round of the largest batch took longer than all the time there is, a smaller batch
-    # is limited by compute, too, and has the same relative costs.
-    time_steps(largest, [NO_DRAFTS])
-    tokens = sum(1 + plan.drafts for plan in plans)
-    seconds = (time.perf_counter() - began) * tokens
-    largest = from_first_rank(
-        min(max(int(largest * SECONDS / seconds), 1), largest)
-    )
-    measured: dict[int, list[float]] = {}
-    for size in sizes_to_measure(largest, counts[-1]):
-        if len(measured) >= REQUIRED and late(began, SECONDS):
+    def seconds_left() -> float:
+        left: float = from_first_rank(began + SECONDS - time.perf_counter())
+        return left
+
+    smallest, *larger = sizes_to_measure(largest, counts[-1])
+    run(smallest)
+    before = smallest
+    for size in larger:
+        # A step takes at most as much longer as it has more requests. If twice as many
+        # do not fit the time, steps are limited by compute, and larger ones have the
+        # same relative costs.
+        fitting = int(before * seconds_left() / round_seconds[before])
+        if min(size, fitting) < min(size, 2 * before):
             break
-        measured[size] = fastest(size)
-    sizes = sorted(measured)
-    table = from_first_rank([measured[size] for size in sizes])
+        before = min(size, fitting)
+        run(before)
+    for size in list(rounds) * (ROUNDS - 1):
+        if round_seconds[size] < seconds_left():
+            run(size)
+    sizes = sorted(rounds)
+    fastest = [
+        [min(seconds) for seconds in zip(*rounds[size], strict=True)]
+        for size in sizes
+    ]
+    table = from_first_rank(fastest)
     return CostTable(sizes=sizes, counts=counts, exits=exits, seconds=table)

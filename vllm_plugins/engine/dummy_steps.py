@@ -29,7 +29,7 @@ from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
 TOKEN = 1  # the token of prompts, and of drafts as the scheduler names them
 # Steps with each plan
 WARM = 2
-TIMED = 8
+TIMED = 4
 STEPS = WARM + TIMED
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.lookup import Texts, judge, look_up
@@ -72,6 +73,7 @@ class Lookup:
         # Of each request row, and one more for padding
         self._taken = DeviceCounts(rows + 1, device)
         self._began = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self._admitted: list[int] = []  # rows of which the device does not know yet
         self._trials = torch.zeros(
             rows + 1, 1 + 2 * drafts, dtype=torch.int64, device=device
         )
@@ -86,7 +88,18 @@ class Lookup:
 
     def add_request(self, row: int) -> None:
         """A request was given a row: it is new, or resumed after preemption."""
-        self._began[row] = 0
+        self._admitted.append(row)
+
+    def apply(self) -> None:
+        """Start to count added requests anew, before a step drafts."""
+        if self._admitted:
+            rows = async_tensor_h2d(
+                self._admitted,
+                dtype=torch.int64,
+                device=self._began.device,
+            )
+            self._began.index_fill_(0, rows, 0)
+            self._admitted.clear()
 
     def find(self, rows: Tensor) -> LookedUp:
         """Look up drafts for request rows.

@@ -239,6 +239,8 @@ class Speculator(DraftModelSpeculator):
                 seeds,
             )
             self.options.apply()
+            if self.lookup is not None:
+                self.lookup.apply()
             settings = self.options.settings[input_batch.idx_mapping_np]
             sampled = self.sampled and settings[:, Setting.TEMPERATURE].any()
             self._run(requests, sampled, end)

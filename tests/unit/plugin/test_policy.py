@@ -282,10 +282,10 @@ def test_a_requests_own_number_bounds_its_expected_drafts() -> None:
     assert both[1] == every[1] and both[K] < every[K] - 0.9
 
 
-def test_the_batches_where_drafts_are_dearest_are_measured_first() -> None:
-    assert measure.sizes_to_measure(512, 3) == [512, 128, 1, 16, 64, 256]
+def test_batch_sizes_to_measure() -> None:
+    assert measure.sizes_to_measure(512, 3) == [1, 16, 64, 128, 256, 512]
     assert measure.sizes_to_measure(1, 3) == [1]
-    assert measure.sizes_to_measure(20, 5) == [20, 1, 16]
+    assert measure.sizes_to_measure(20, 5) == [1, 16, 20]
 
 
 def with_exits(*shares: float) -> Roofline:
