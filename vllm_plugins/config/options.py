@@ -145,8 +145,8 @@ class DraftingOptions(BaseModel):
         description="look in each request's prompt and output, too: if at least "
         "this many of its last tokens have occurred there before, the tokens after "
         "them are the draft, unless the method's drafts are accepted more often. 0 "
-        "turns this off (default: 2; 3 with method lookup; off with verify false and "
-        "with pipeline parallelism)",
+        "turns this off (default: 2; off with verify false and with pipeline "
+        "parallelism)",
     )
     disable_by_batch_size: Count | None = Field(
         None,

@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 # Default number of requests up to which a worker group runs; larger loads fill the
 # pipeline with batches.
 GROUP_CUT_OFF = 8
-# Least tokens of a match beside a method's drafts, which compete with the text's
-BESIDE = 2
+SHORTEST_MATCH = 2  # tokens of a lookup
 # Defaults of prompt lookup alone
 LOOKUP: dict[str, Any] = {
-    "prompt_lookup_min": 3,
+    "prompt_lookup_min": SHORTEST_MATCH,
     "num_speculative_tokens": 5,
     "draft_sample_method": "greedy",  # there is nothing to draw from
 }
@@ -61,7 +60,7 @@ def resolve(
     defaults: dict[str, Any] = {}
     # Tokens of a group and unverified tokens are final
     if options.verify and stages == 1:
-        defaults["prompt_lookup_min"] = BESIDE
+        defaults["prompt_lookup_min"] = SHORTEST_MATCH
     if method.looks_up_alone:
         defaults = dict(LOOKUP)
     if "exit_layer" in method.options:

@@ -73,7 +73,9 @@ class Lookup:
         # Of each request row, and one more for padding
         self._taken = DeviceCounts(rows + 1, device)
         self._began = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._admitted: list[int] = []  # rows of which the device does not know yet
+        self._admitted: list[
+            int
+        ] = []  # rows of which the device does not know yet
         self._trials = torch.zeros(
             rows + 1, 1 + 2 * drafts, dtype=torch.int64, device=device
         )

@@ -127,7 +127,7 @@ def test_heads_recommend_a_draft_vocabulary(
     [
         ({"method": "cp"}, 1, 2),
         ({"exit_layer": 4}, 1, 2),
-        ({"method": "lookup"}, 1, 3),
+        ({"method": "lookup"}, 1, 2),
         ({"method": "cp", "prompt_lookup_min": 0}, 1, 0),
         ({"method": "dynamo", "verify": False}, 1, None),
         ({}, 2, None),
