@@ -185,8 +185,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
     )
     if room < needed:
         raise BenchError(
-            f"the KV cache holds {room:,} of {needed:,} tokens; give more with "
-            "--kv-cache-gib"
+            f"the KV cache holds {room:,} of {needed:,} tokens; raise --kv-cache-gib"
         )
     ours = active_config(config)
     facts = {"num_layers": config.model_config.hf_text_config.num_hidden_layers}

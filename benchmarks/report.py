@@ -223,13 +223,15 @@ def report(runs: list[Run]) -> str:
         if not run["turns"]:
             continue
         options = run["options"]
+        # Earlier results have the second name
+        length = options.get("output_len") or options["new_tokens"]
         sampling = "greedy"
         if options["temperature"]:
             top_p = options.get("top_p", 1)
             sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
         blocks.append(
             f"{options['model']}, {options['dtype']}, {sampling}, "
-            f"{options['new_tokens']} tokens; {run['machine']}; commit "
+            f"{length} tokens; {run['machine']}; commit "
             f"{str(run['git'])[:7]}"
         )
         if "part" in run["turns"][0]:

@@ -142,8 +142,8 @@ def write_chats(
         tokenizer = AutoTokenizer.from_pretrained(
             options.model, trust_remote_code=options.trust_remote_code
         )
-    wanted = options.number or math.inf
-    if options.number is None and not options.prompts and until == math.inf:
+    wanted = options.num_chats or math.inf
+    if options.num_chats is None and not options.prompts and until == math.inf:
         wanted = NUMBER
     with writing_file(options.out):
         file = ChatFile(Path(options.out), options.essence())
@@ -161,7 +161,7 @@ def write_chats(
             while file.count < wanted and (
                 not file.count or time.monotonic() < until
             ):
-                size = int(min(options.batch, wanted - file.count))
+                size = int(min(options.batch_size, wanted - file.count))
                 asked = list(itertools.islice(prompts, size))
                 if not asked:
                     break
@@ -213,13 +213,13 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     count = 0
     for _, prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
         for ids in prompts:
-            if ids and len(ids) < options.max_length:
+            if ids and len(ids) < options.max_model_len:
                 count += 1
                 yield ids
     if not count:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
-            f"--prompts: no record has a prompt of at most {options.max_length - 1} "
+            f"--prompts: no record has a prompt of at most {options.max_model_len - 1} "
             f"tokens{skips}; give chats, prompts, or texts of {options.prompt_tokens} "
             "tokens"
         )
@@ -254,7 +254,7 @@ def user_turns(
         raise TrainingError(
             "--model: the chat template changes what the user writes; give --prompts"
         )
-    size = min(options.batch, options.number or options.batch)
+    size = min(options.batch_size, options.num_chats or options.batch_size)
     beginnings = [ids_of(before)] * size
     stop_ids = {tokenizer.eos_token_id} - {None}
     stop = None
@@ -276,7 +276,12 @@ def user_turns(
             prompt = ids_of(chat_of(text))
             is_whole = turn.finish_reason == "stop" and "\ufffd" not in text
             is_new = tuple(prompt) not in file.prompts
-            if text and is_whole and is_new and len(prompt) < options.max_length:
+            if (
+                text
+                and is_whole
+                and is_new
+                and len(prompt) < options.max_model_len
+            ):
                 file.prompts.add(tuple(prompt))
                 refused = 0
                 yield number, prompt

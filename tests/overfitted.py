@@ -57,9 +57,7 @@ def fit(
     if kind == "dynamo":
         # A random model's own distribution is nearly flat
         options = {"distillation": 0.0, **options}
-    recipe = untrained(
-        model, kind, out=str(out), stored_dtype="float32", **options
-    )
+    recipe = untrained(model, kind, out=str(out), save_dtype="float32", **options)
     if kind in ("cp", "recurrent"):
         recipe.start_from(iter([packed(sequences)]))
         flat = packed(sequences).input_ids.flatten()

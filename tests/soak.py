@@ -39,7 +39,7 @@ METHODS = {
     "dynamo": (
         f"--speculative-model {HEADS}/dynamo --spec-tokens 2 --ppd-adaptive false"
     ),
-    "group": "--speculative-model ppd --ppd-exit-layer 6 --pipeline-parallel-size 2",
+    "group": "--speculative-model group --ppd-exit-layer 6 --pipeline-parallel-size 2",
 }
 CACHE = "--num-gpu-blocks-override 24 --block-size 32 --max-num-seqs 16"
 AT_ONCE = 24

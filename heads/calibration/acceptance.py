@@ -139,7 +139,7 @@ def take_prompts(
         raise TrainingError(
             f"the data has {len(prompts)} prompts (of up to {longest} tokens, or "
             f"{length} of a text), but {count} are needed; give more data, or smaller "
-            "--prompts or --prompt-tokens"
+            "--num-prompts or --prompt-tokens"
         )
     return prompts
 

@@ -50,7 +50,7 @@ class CPRecipe(HeadsRecipe):
     states that all share.
     """
 
-    reach_option = "--positions"
+    reach_option = "--num-speculative-tokens"
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
@@ -371,7 +371,8 @@ class CPRecipe(HeadsRecipe):
         return CPConfig(
             **self.target.description(),
             **options.model_dump(include=set(Experts.model_fields)),
-            dtype=options.stored_dtype,
+            positions=options.positions,
+            dtype=options.save_dtype,
             **self.drafted_tokens(),
         )
 

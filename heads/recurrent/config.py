@@ -78,7 +78,6 @@ class RecurrentConfig(ChainConfig):
     model_config = ConfigDict(extra="allow")
     kind = "recurrent"
     architecture = ARCHITECTURES[0]
-    method = "recurrent"
     options = RecurrentOptions
     tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
     files_beside = (COUNTS_NAME,)

@@ -119,7 +119,7 @@ class RecurrentRecipe(CPRecipe):
             num_speculative_tokens=options.num_speculative_tokens,
             tie_weights=options.tie_weights,
             scale_input=options.scale_input,
-            dtype=options.stored_dtype,
+            dtype=options.save_dtype,
             **self.drafted_tokens(),
         )
 

@@ -33,7 +33,7 @@ from vllm_ppd.heads.training.checkpoint import (
 )
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.recipe import Recipe
-from vllm_ppd.heads.training.states import GB, StatesCache
+from vllm_ppd.heads.training.states import GIB, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
@@ -131,7 +131,7 @@ class Run:
         self._check_options(full)
         processes.say(f"loading {options.model}")
         # The full recipe's updates of the base model are too small for bfloat16.
-        dtype = torch.float32 if full else getattr(torch, options.precision)
+        dtype = torch.float32 if full else getattr(torch, options.dtype)
         target = Target(
             options.model,
             processes.device,
@@ -154,13 +154,13 @@ class Run:
                 options.data,
                 target.tokenizer,
                 target.vocab_size,
-                options.held_out,
+                options.held_out_fraction,
                 options.sequence_length,
                 options.train_on_prompts,
             )
         self.store = store
         if options.states_cache is not None:
-            most_bytes = int(options.states_cache_gb * GB)
+            most_bytes = int(options.states_cache_gib * GIB)
             folder = Path(options.states_cache)
             recipe.cache = StatesCache(
                 folder, target, store, recipe.reads, most_bytes
@@ -240,7 +240,7 @@ class Run:
             elif not store.has_rows("held_out", length, self.held_out_windows):
                 self.processes.say(
                     f"{part} is not evaluated: no held-out response has {row} within "
-                    "--evaluation-tokens; give more of them, or a larger --held-out"
+                    "--evaluation-tokens; add data, or raise --held-out-fraction"
                 )
 
     def _continue(self) -> None:
@@ -364,7 +364,7 @@ class Run:
         for batch in self.order.batches(
             step, options.accumulation * world, rank, world
         ):
-            with processes.arithmetic(options.precision):
+            with processes.arithmetic(options.dtype):
                 loss, counts = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
             total = total + loss.detach().float()
@@ -432,7 +432,7 @@ class Run:
             for start in range(0, windows, size):
                 some = range(start, min(start + size, windows))
                 batch = self.store.batch("held_out", some)
-                with processes.arithmetic(options.precision):
+                with processes.arithmetic(options.dtype):
                     loss, counts = recipe.loss(batch.to(processes.device))
                 total += float(loss) * len(some) / windows
                 for name, value in counts.items():

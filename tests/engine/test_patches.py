@@ -24,7 +24,7 @@ from vllm_ppd.vllm_plugins.patches import install as patches
 from vllm_ppd.vllm_plugins.patches import start
 
 register()
-OURS = {"method": "ppd", "exit_layer": 3}
+OURS = {"method": "early", "exit_layer": 3}
 
 
 def test_the_entry_point_registers_once() -> None:

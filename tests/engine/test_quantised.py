@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 
 CP = VARIANTS["cp-recurrent"]
 METHODS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 4},
+    "early": {"method": "early", "exit_layer": 4},
     "cp": CP,
     "cp-short": CP | {"draft_vocab_size": 100},
     "dynamo": DYNAMO,

@@ -17,7 +17,7 @@ from pydantic import (
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import first_problem, quoted
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import METHODS, PPD, names
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
@@ -55,10 +55,12 @@ class DraftingOptions(BaseModel):
     )
 
     method: str = Field(
-        "ppd",
+        PPD,
         description="drafting method: "
         + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
-        + "; without heads or an option of early drafting such as exit_layer, ppd means lookup",
+        + ". ppd means the method of the heads, group with pipeline parallelism, early "
+        "with exit_layer or gamma, and lookup if no heads are found. paradecode means "
+        "early",
     )
     model: str | None = Field(
         None,
@@ -178,8 +180,9 @@ class DraftingOptions(BaseModel):
     @field_validator("method")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in METHODS:
-            raise ValueError(f"must be one of {', '.join(METHODS)}")
+        names = [PPD, *METHODS]
+        if value not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
         return value
 
 
@@ -203,12 +206,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"a drafting method ({', '.join(METHODS)}), heads (a folder, or "
-        "ORGANISATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
+        help=f"a drafting method ({', '.join([PPD, *METHODS])}), heads (a folder, or "
+        "ORGANIZATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
         "supports",
     )
     method = parser._option_string_actions["--spec-method"]
-    method.choices = [*(method.choices or ()), *METHODS]
+    method.choices = [*(method.choices or ()), *names()]
     for name in flag_fields():
         text = (DraftingOptions.model_fields[name].description or "").replace(
             "%", "%%"
@@ -292,13 +295,15 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
         if parsed.method not in methods:
             raise OptionError(
                 f"speculative_config: {name} is an option of method "
-                f"{' and '.join(methods)}; leave it out with method {parsed.method!r}"
+                f"{' and '.join(methods)}; remove it with method {parsed.method!r}"
             )
     return parsed
 
 
 def methods_of(field: str) -> list[str]:
     """The methods that read an option: those whose records name it, or all."""
+    if field == "heads":
+        return [PPD]
     return [
         name for name, method in METHODS.items() if field in method.options
-    ] or list(METHODS)
+    ] or [PPD, *METHODS]

@@ -25,7 +25,7 @@ from vllm_ppd.model_patches.families import (
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.platform import PARTITION
-from vllm_ppd.vllm_plugins.registry import METHODS, OURS, WORKER
+from vllm_ppd.vllm_plugins.registry import METHODS, OURS, names
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -47,7 +47,7 @@ def refuse_target(
     cuts = method.cuts
     adapter = None
     on_cpu = platform.is_cpu()
-    if options.model in METHODS:
+    if options.model in names():
         raise OptionError(
             f"model={options.model!r} is a method name; leave model out, or give a "
             "heads folder"
@@ -129,7 +129,7 @@ def refuse_target(
             f"{title}: such prompts have no token IDs to draft from"
         )
     several = "a worker group" if options.verify else "verify: false"
-    emits_drafts = parallel.pipeline_parallel_size > 1 or not options.verify
+    emits_drafts = method.stages > 1 or not options.verify
     if model.logits_processors and emits_drafts:
         raise OptionError(
             f"custom logits processors are not supported with {several}, where they "
@@ -139,7 +139,7 @@ def refuse_target(
         raise OptionError(
             "pooling models do not decode; start without a speculative model"
         )
-    if parallel.worker_cls not in ("auto", WORKER, method.group_worker):
+    if parallel.worker_cls not in ("auto", method.worker):
         raise OptionError(
             f"worker class {quoted(parallel.worker_cls)} cannot be combined with "
             f"{title}, which needs its own"
@@ -168,28 +168,22 @@ def refuse_target(
 
     transfer = args.kv_transfer_config
     executor = parallel.distributed_executor_backend
-    if parallel.pipeline_parallel_size > 1:
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 or method.stages > 1:
         instead = "use --tensor-parallel-size"
         within = (
             "not supported with a worker group, whose stages exchange tokens within a step; "
             f"{instead}"
         )
-        if not method.group_worker:
+        if method.stages == 1:
             raise OptionError(
                 "pipeline parallelism is not supported with method "
-                f"{options.method!r}; use method 'ppd' or --tensor-parallel-size"
+                f"{options.method!r}; use method 'group' or --tensor-parallel-size"
             )
-        if parallel.pipeline_parallel_size != 2:
+        if stages != 2:
             raise OptionError(
-                "a worker group has 2 pipeline stages, not "
-                f"{parallel.pipeline_parallel_size}; use --pipeline-parallel-size 2 "
-                "with --tensor-parallel-size N"
-            )
-        if options.gamma > 0:
-            raise OptionError(
-                f"gamma={options.gamma:g} is not supported with pipeline parallelism: "
-                "an idle stage loses nothing by starting an uncertain token; leave "
-                "it out"
+                f"method 'group' has 2 pipeline stages, not {stages}; use "
+                "--pipeline-parallel-size 2 with any --tensor-parallel-size"
             )
         if adapter == TRANSFORMERS:
             raise OptionError(
@@ -366,11 +360,6 @@ def refuse_options(
         raise OptionError(
             f"prompt_lookup_min={options.prompt_lookup_min} is not supported with "
             f"{final}; leave it out"
-        )
-    if config.stages == 1 and options.candidates > 1:
-        raise OptionError(
-            f"candidates={options.candidates} needs pipeline stages; give "
-            "--pipeline-parallel-size 2, or leave candidates out"
         )
 
 

@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.patches import running, start
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import names
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -171,7 +171,7 @@ def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
         getattr(self, "spec_method", None),
         getattr(self, "spec_model", None),
     }
-    if named & METHODS.keys():
+    if named.intersection(names()):
         raise OptionError(
             f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; "
             "install a supported vLLM"

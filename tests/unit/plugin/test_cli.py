@@ -94,21 +94,21 @@ def refused(words: str, message: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("trian", "unknown command 'trian'; give one of fit, data, train"),
-        ("train eagle", "unknown command 'eagle'; give one of "),
+        ("trian", "unknown command 'trian'; use one of fit, data, train"),
+        ("train eagle", "unknown command 'eagle'; use one of "),
         ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
-        ("train early --model m --data d", "--out: Field required"),
+        ("train early --model m --data d", "--out is required"),
         ("fit --out o", "the following arguments are required: MODEL"),
         (
-            f"train cp {GIVEN} --precision int4",
-            "--precision='int4': Input should be",
+            f"train cp {GIVEN} --dtype int4",
+            "--dtype='int4': must be 'bfloat16' or 'float32'",
         ),
         (
             f"train cp {GIVEN} --rank 0",
-            "--rank='0': Input should be greater than",
+            "--rank='0': must be greater than",
         ),
         ("bench decode --model m --data d --temperatures 0,-1", "--temperatures"),
-        ("calibrate h --data d --eps 0.5,2", "--eps='2': Input should be less"),
+        ("calibrate h --data d --eps-b 0.5,2", "--eps-b='2': must be less"),
         ("bench decode --model m --data d --engine [1]", "a valid dictionary"),
     ],
 )
@@ -126,13 +126,12 @@ def test_inspect_says_whether_heads_load(
     assert re.search(r"^kind +early$", text, re.MULTILINE)
     assert re.search(r"will load: yes, with \S+", text)
     assert not re.search(r"[{}\[\]]|\b(null|None|True)\b", text)
-    refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
     refused(
-        f"inspect {folder} --target {DEMO.parent}", "has no config.json", capsys
+        f"inspect {folder} --model {DEMO.parent}", "has no config.json", capsys
     )
     refused("inspect /nowhere", "/nowhere", capsys)
-    assert main(["inspect", folder, "--target", "/nowhere"]) == 0
+    assert main(["inspect", folder, "--model", "/nowhere"]) == 0
     assert "will load: not known: " in capsys.readouterr().out
 
 
@@ -157,7 +156,7 @@ def test_what_cannot_be_written_is_named(
         "train": f"train early --model {model} --data {data} --sequence-length 8",
         "data": f"data --model {model} --prompts {data}",
         "fit": f"fit {model} --prompts {data}",
-        "calibrate": f"calibrate {heads} --data {data} --prompts 1",
+        "calibrate": f"calibrate {heads} --data {data} --num-prompts 1",
     }[command].split()
     if command == "calibrate":
         out = heads

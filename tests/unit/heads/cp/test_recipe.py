@@ -21,12 +21,11 @@ from vllm_ppd.kernels.cp_mixture import balance_loss
 
 POSITIONS = 4
 SIZE = 6
-SIZES: dict[str, Any] = {"rank": 2, "positions": POSITIONS}
+SIZES: dict[str, Any] = {"rank": 2}
 FULL: dict[str, Any] = {
     "recipe": "full",
     "condition": "none",
     "distillation": 0.0,
-    "positions": 3,
     "num_speculative_tokens": 2,
 }
 

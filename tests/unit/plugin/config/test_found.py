@@ -59,7 +59,7 @@ def found_by(model: Any, **options: Any) -> tuple[Any, list[str]]:
     """Our configuration, and the lines before the start-up line."""
     with our_log(logging.INFO) as lines:
         config = drafting(from_dict(model, PPD | options))
-    return config, [line for line in lines if "drafting with method" not in line]
+    return config, [line for line in lines if " method " not in line]
 
 
 def change(folder: Path, **fields: Any) -> None:
@@ -97,9 +97,9 @@ def test_options_of_early_drafting_keep_their_meaning(
     copied("cp", "model/ppd")
     for options in ({"exit_layer": 3}, {"gamma": 0.5}):
         config, lines = found_by(model, **options)
-        assert (config.method, config.model, lines) == ("ppd", None, [])
+        assert (config.method, config.model, lines) == ("early", None, [])
     group = from_dict(model, PPD | {"candidates": 2}, pipeline_parallel_size=2)
-    assert (drafting(group).method, drafting(group).model) == ("ppd", None)
+    assert (drafting(group).method, drafting(group).model) == ("group", None)
     assert drafting(from_dict(model, {"method": "lookup"})).model is None
 
 
@@ -110,7 +110,7 @@ def test_heads_are_pinned_or_left_out(model: Path, copied: Factory) -> None:
     config, lines = found_by(model, heads="none")
     assert (config.method, config.model, lines) == ("lookup", None, [])
     assert drafting(from_flags(model, f"{flags} none")) == config
-    for pinned, method in ((early, "ppd"), (model / "ppd", "cp")):
+    for pinned, method in ((early, "early"), (model / "ppd", "cp")):
         config = drafting(from_flags(model, f"{flags} {pinned}"))
         assert (config.method, config.model) == (method, str(pinned))
     with pytest.raises(HeadsError, match="does not exist; give a folder"):
@@ -118,7 +118,7 @@ def test_heads_are_pinned_or_left_out(model: Path, copied: Factory) -> None:
     change(early, fingerprint={"vocabulary": "0"})
     with pytest.raises(HeadsError, match="hash of its vocabulary differs"):
         from_flags(model, f"{flags} {early}")
-    with pytest.raises(OptionError, match="both given; give only one"):
+    with pytest.raises(OptionError, match="both set; set only one"):
         from_dict(model, {"model": str(early), "heads": "none"})
     with pytest.raises(OptionError, match="heads is an option of method ppd"):
         from_dict(model, {"method": "lookup", "heads": "none"})

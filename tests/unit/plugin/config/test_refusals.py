@@ -67,11 +67,15 @@ def refused(message: str) -> Iterator[None]:
         # The worker group
         (
             "--speculative-model paradecode --pipeline-parallel-size 2",
-            "not supported with method 'paradecode'; use method 'ppd'",
+            "not supported with method 'early'; use method 'group'",
         ),
         (f"{PPD} --pipeline-parallel-size 3", "has 2 pipeline stages, not 3"),
+        ("--spec-method group", "has 2 pipeline stages, not 1"),
         (f"{GROUP} --kv-offloading-size 1", "KV offloading .* a worker group"),
-        (f"{GROUP} --ppd-gamma 0.5", "gamma=0.5 is not supported with pipeline"),
+        (
+            f"{GROUP} --ppd-gamma 0.5",
+            "of method early; remove it with method 'group'",
+        ),
         (
             f"{GROUP} --ppd-exit-layer 2",
             r"exit_layer=2 cannot split .* in 3\.\.5",
@@ -104,7 +108,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
         (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported"),
-        (f"{PPD} --ppd-candidates 3", "candidates=3 needs pipeline stages"),
+        (f"{PPD} --ppd-candidates 3", "has 2 pipeline stages, not 1"),
         # Names of methods and models
         (
             "--speculative-model ./no-such-folder",
@@ -115,7 +119,7 @@ def refused(message: str) -> Iterator[None]:
             "'paradecode' is a method name",
         ),
         ("--spec-method cp", "method 'cp' needs heads; .*ppd train cp"),
-        ("""-sc '{"method": ["ppd"]}'""", "Input should be a valid string"),
+        ("""-sc '{"method": ["ppd"]}'""", "must be a valid string"),
         (
             """-sc '{"method": "PPD"}'""",
             "unknown method 'PPD'; did you mean 'ppd'",
@@ -123,7 +127,7 @@ def refused(message: str) -> Iterator[None]:
         # Flags, and options that are given twice
         (
             f"{PPD} --ppd-adaptive 2",
-            "--ppd-adaptive='2': Input should be a valid bool",
+            "--ppd-adaptive='2': must be a valid bool",
         ),
         ("--ppd-gamma 0.5", "option of vllm-ppd; add --speculative-model"),
         ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; give one"),

@@ -85,7 +85,7 @@ def sent(stats: SchedulerStats | None) -> Any:
 def test_counts_arrive_once_where_vllms_do() -> None:
     """In Prometheus, and vLLM's own loggers find no key of ours."""
     vllm_config = VllmConfig()
-    ours = resolve(parse_options({}), 6, stages=2).model_dump_json()
+    ours = resolve(parse_options({"method": "group"}), 6).model_dump_json()
     vllm_config.additional_config = {CONFIG_KEY: ours}
     vllm_config.model_config = SimpleNamespace(served_model_name="test")  # type: ignore[assignment]
     manager = SimpleNamespace(engine_indexes=[0, 1])
