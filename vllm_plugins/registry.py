@@ -92,8 +92,8 @@ METHODS: dict[str, MethodSpec] = {
     ),
 }
 
-# Stands for the method that fits the heads, the options and the pipeline stages, by
-# itself for heads that are found, or else for lookup (config/naming.py)
+# Stands for the method of the heads, the options or the pipeline stages, or of the
+# heads that are found, or for lookup (config/naming.py)
 PPD = "ppd"
 ALIASES = (PPD, "paradecode")  # the second is another name of early
 

@@ -3,7 +3,6 @@
 derives from its configuration.
 """
 
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.errors import UserError
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import (
     activate,
     active_config,
@@ -62,7 +62,7 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        version = importlib.metadata.version("vllm-ppd")
+        version = platform.version()
         logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), version)
         if not config.verify:
             logger.warning(

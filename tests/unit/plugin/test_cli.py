@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.vllm_plugins.cli.arguments import options_from
+from vllm_ppd.vllm_plugins.cli.arguments import RENAMED, Command, options_from
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
 GIVEN = "--model m --data d --out o"
@@ -33,10 +34,50 @@ def help_of(capsys: Any, *words: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_are_the_fields(kind: str, capsys: Any) -> None:
-    text = help_of(capsys, "train", kind)
+    everything = help_of(capsys, "train", kind, "--help=all")
     for name in ["config", *KINDS[kind].options.model_fields]:
-        assert "--" + name.replace("_", "-") in text
-    assert "peak learning rate" in text and "(default: " in text
+        assert "--" + name.replace("_", "-") in everything
+    assert "Muon (default: 0.9, 0.95)" in " ".join(everything.split())
+    assert "(default: 0)" in help_of(capsys, "train", kind, "--help=seed")
+    basic = help_of(capsys, "train", kind)
+    assert "--seed" not in basic and "--help=all" in basic and "--steps" in basic
+
+
+def every_command() -> Iterator[tuple[str, Command]]:
+    """The words of each command, and the command."""
+    for name, command in COMMANDS.items():
+        if isinstance(command, Command):
+            yield name, command
+        else:
+            for second, further in command.commands().items():
+                yield f"{name} {second}", further
+
+
+def test_examples_of_help_are_right(capsys: Any) -> None:
+    for name, command in every_command():
+        assert f"\n  ppd {name} {command.example}\n" in help_of(
+            capsys, *name.split()
+        )
+        options_from(command, command.example.split(), "ppd")
+
+
+def test_versions(capsys: Any) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("vllm-ppd 0.")
+
+
+def test_flags_of_earlier_versions_name_the_new_ones(
+    tmp_path: Path, capsys: Any
+) -> None:
+    for flag, new in RENAMED.items():
+        for name, command in every_command():
+            if flag[2:].replace("-", "_") not in command.options.model_fields:
+                refused(
+                    f"{name} {flag}=1", f"{flag} has a new name: {new}", capsys
+                )
+    file = tmp_path / "options.yaml"
+    file.write_text("precision: float32")
+    refused(f"train cp --config {file}", "--precision has a new name", capsys)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

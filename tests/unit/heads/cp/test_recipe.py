@@ -317,7 +317,6 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
         ({"factorised": False}, "needs factorised heads; use 'none'"),
         ({"condition": "chain"}, "train new heads with --condition recurrent"),
-        ({"num_speculative_tokens": 4}, "needs 5 positions, not 4"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

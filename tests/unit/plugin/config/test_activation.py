@@ -40,7 +40,7 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
     config = from_flags(
         tiny_model(),
         "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 4 "
-        "--ppd-gamma 0.4 --ppd-adaptive false --ppd-draft-sample-method greedy "
+        "--ppd-gamma 0.4 --no-ppd-adaptive --ppd-draft-sample-method greedy "
         "--ppd-disable-by-batch-size 9 --ppd-prompt-lookup-min 4 --ppd-step-costs "
         "measure",
     )

@@ -130,7 +130,7 @@ def refused(message: str) -> Iterator[None]:
             "--ppd-adaptive='2': must be a valid bool",
         ),
         ("--ppd-gamma 0.5", "option of vllm-ppd; add --speculative-model"),
-        ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; give one"),
+        ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; set one"),
         (
             """-sc '{"method": "ppd", "exit-layer": 2}' --ppd-exit-layer 3""",
             r"--ppd-exit-layer and --speculative-config\['exit_layer'\] are mutually",
