@@ -45,7 +45,7 @@ def decode(options: DecodeOptions) -> str:
     """Measure what the file of results lacks; returns the tables.
 
     A trial that was stopped between two systems is measured again as a whole, since
-    ratios are between neighbours.
+    ratios are between neighbors.
 
     Raises:
         BenchError, HeadsError: on bad input, or if vLLM alone fails.

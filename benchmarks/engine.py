@@ -288,8 +288,8 @@ def decode_batch(
             window_tokens += made
     if not steps:
         raise BenchError(
-            f"{len(prompts)} requests never all decoded together; give more "
-            "--new-tokens"
+            f"{len(prompts)} requests never all decoded at once; raise "
+            "--output-len"
         )
     change = counters() - before
     drafts = change[DRAFTS, ""]

@@ -70,7 +70,7 @@ class ChatFile:
                 stored = dict(json.loads(options.read_bytes()))
             except (OSError, ValueError, TypeError):
                 raise TrainingError(
-                    f"--out {place(path)} was not written by `ppd data`; give another "
+                    f"--out {place(path)} was not written by `ppd data`; use another "
                     "file"
                 ) from None
             written = f"--out {place(path)} was written"
@@ -194,7 +194,7 @@ def _prompts(
         if token is None:
             raise TrainingError(
                 "--model: the tokenizer has no chat template, nor a token that begins "
-                "a text; give --prompts"
+                "a text; pass --prompts"
             )
         prompts = itertools.repeat([token])
     return itertools.islice(enumerate(prompts), file.next_number, None)
@@ -220,7 +220,7 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
             f"--prompts: no record has a prompt of at most {options.max_model_len - 1} "
-            f"tokens{skips}; give chats, prompts, or texts of {options.prompt_tokens} "
+            f"tokens{skips}; pass chats, prompts, or texts of {options.prompt_tokens} "
             "tokens"
         )
 
@@ -252,7 +252,7 @@ def user_turns(
     before, shown, after = chat_of(USER_TURN).partition(USER_TURN)
     if not shown:
         raise TrainingError(
-            "--model: the chat template changes what the user writes; give --prompts"
+            "--model: the chat template changes what the user writes; pass --prompts"
         )
     size = min(options.batch_size, options.num_chats or options.batch_size)
     beginnings = [ids_of(before)] * size
@@ -288,7 +288,7 @@ def user_turns(
             else:
                 refused += 1
     raise TrainingError(
-        f"the last {refused} user turns are too long, empty or repeated; give --prompts"
+        f"the last {refused} user turns are too long, empty or repeated; pass --prompts"
     )
 
 

@@ -17,6 +17,26 @@ from vllm_ppd.heads.text import COMMAS
 TrustRemoteCode = Annotated[
     bool, Field(description="run code that comes with the model")
 ]
+Device = Annotated[
+    str,
+    Field(description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one"),
+]
+License = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9.-]+$",
+        max_length=64,
+        description="license of the heads for their model card, as the Hub names it, "
+        "such as apache-2.0",
+    ),
+]
+PromptTokens = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="number of leading tokens of a plain text that form its prompt",
+    ),
+]
 
 
 class Options(BaseModel):
@@ -65,13 +85,7 @@ class FitOptions(Options):
     )
     seed: int = Field(0, description="seed of the texts and of the training")
     trust_remote_code: TrustRemoteCode = False
-    license: str = Field(
-        "other",
-        pattern=r"^[a-z0-9.-]+$",
-        max_length=64,
-        description="license of the heads for their model card, as the Hub names it, "
-        "such as apache-2.0",
-    )
+    license: License = "other"
 
 
 class DataOptions(Options):
@@ -122,11 +136,7 @@ class DataOptions(Options):
     max_tokens: int = Field(
         512, ge=1, description="maximum number of tokens in a response"
     )
-    prompt_tokens: int = Field(
-        64,
-        ge=1,
-        description="number of leading tokens of a plain text that form its prompt",
-    )
+    prompt_tokens: PromptTokens = 64
     max_model_len: int = Field(
         2048,
         ge=2,
@@ -306,17 +316,9 @@ class TrainingOptions(Options):
     seed: int = Field(
         0, description="seed of the initial heads and of the order of the data"
     )
-    device: str = Field(
-        "auto",
-        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
-    )
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
-    license: str = Field(
-        "other",
-        pattern=r"^[a-z0-9.-]+$",
-        description="license of the heads for their model card, as the Hub names it, "
-        "such as apache-2.0",
-    )
+    license: License = "other"
 
     @field_validator("betas")
     @classmethod
@@ -387,11 +389,7 @@ class CalibrationOptions(Options):
     num_prompts: int = Field(
         64, ge=1, description="number of prompts, from records or pieces of texts"
     )
-    prompt_tokens: int = Field(
-        64,
-        ge=1,
-        description="number of leading tokens of a plain text that form its prompt",
-    )
+    prompt_tokens: PromptTokens = 64
     output_len: int = Field(
         128, ge=2, description="tokens that the target writes after each prompt"
     )
@@ -417,8 +415,5 @@ class CalibrationOptions(Options):
         "float32", description="dtype of the target"
     )
     seed: int = Field(0, description="seed of the sampled texts")
-    device: str = Field(
-        "auto",
-        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
-    )
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False

@@ -138,7 +138,7 @@ def take_prompts(
     if len(prompts) < count:
         raise TrainingError(
             f"the data has {len(prompts)} prompts (of up to {longest} tokens, or "
-            f"{length} of a text), but {count} are needed; give more data, or smaller "
+            f"{length} of a text), but {count} are needed; add data, or lower "
             "--num-prompts or --prompt-tokens"
         )
     return prompts

@@ -303,7 +303,7 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
             f"vllm-ppd: warning: these heads were trained on {seen[0]}{more}, "
-            "so the results will be too optimistic; give --data that was not used "
+            "so the results will be too optimistic; pass --data that was not used "
             "for training",
             file=sys.stderr,
         )

@@ -99,7 +99,7 @@ class ChainOptions(FullOptions):
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
         description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
-        "alone (the papers name no optimiser)",
+        "alone (the papers name no optimizer)",
     )
     decay: float = Field(
         0.8,

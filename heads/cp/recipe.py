@@ -390,7 +390,7 @@ def root_mean_square(values: Tensor) -> float:
 def ridge(
     pairs: Iterable[tuple[Tensor, Tensor]], size: int
 ) -> tuple[Tensor, float]:
-    """A ridge regression in which each block of inputs is penalised by its own scale.
+    """A ridge regression in which each block of inputs is penalized by its own scale.
 
     Args:
         pairs: inputs [rows, in] and what they are to predict [rows, out].

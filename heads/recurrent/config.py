@@ -62,7 +62,7 @@ class RecurrentOptions(ChainOptions):
     )
     scale_input: bool = Field(
         False,
-        description="normalise the target's state first, as in some of IBM's heads",
+        description="normalize the target's state first, as in some of IBM's heads",
     )
     start: Literal["ridge", "random"] = Field(
         "ridge",
@@ -123,7 +123,7 @@ class RecurrentConfig(ChainConfig):
     )
     scale_input: bool = Field(
         False,
-        description="the target's state is normalised and divided by sqrt(2)",
+        description="the target's state is normalized and divided by sqrt(2)",
     )
 
     @classmethod

@@ -33,7 +33,7 @@ class RecurrentRecipe(CPRecipe):
         if options.start == "ridge" and config.inner != twice:
             raise TrainingError(
                 f"--inner-size {config.inner}: a ridge regression needs a state of "
-                f"twice the model's width, {twice}; leave it out, or add --start random"
+                f"twice the model's width, {twice}; remove it, or add --start random"
             )
         generator = torch.Generator().manual_seed(options.seed)
         tensors = {}

@@ -223,9 +223,9 @@ class Run:
         recipe = self.recipe
         store = self.store
         parts = sorted(recipe.reach.items(), key=lambda item: item[1])
-        instead = "give longer responses"
+        instead = "add longer responses"
         if recipe.reach_option is not None:
-            instead += f", or a smaller {recipe.reach_option}"
+            instead += f", or lower {recipe.reach_option}"
         for part, length in parts:
             row = f"{length} tokens in a row"
             if not store.has_rows("train", length):
@@ -308,7 +308,7 @@ class Run:
         }
 
     def speed(self) -> Speed:
-        """Time optimiser steps."""
+        """Time optimizer steps."""
         # The first one warms up and caches its states, which the next one reads.
         steps = (0, 0, 1)
         seconds = []
@@ -381,7 +381,7 @@ class Run:
         return mean, stops > 0
 
     def _update(self, loss: float | None) -> None:
-        """One optimiser step with the schedule's learning rate.
+        """One optimizer step with the schedule's learning rate.
 
         Raises:
             TrainingError: if the gradient is not finite.

@@ -161,6 +161,6 @@ class StatesCache:
         if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
                 f"--states-cache needs {needed / GIB:.2f} GiB, but the disk of "
-                f"{place(folder)} has {free / GIB:.2f} GiB free; give another folder, "
-                "or leave the cache out"
+                f"{place(folder)} has {free / GIB:.2f} GiB free; use another folder, "
+                "or do not cache"
             )

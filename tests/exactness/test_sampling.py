@@ -53,7 +53,7 @@ def p_value(first: list[Any], second: list[Any]) -> float:
 
 
 def worst(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> float:
-    """The least p-value over each position's tokens and over pairs of neighbours."""
+    """The least p-value over each position's tokens and over pairs of neighbors."""
     singles = [
         p_value([s[i] for s in first], [s[i] for s in second])
         for i in range(TOKENS)

@@ -72,7 +72,7 @@ def run(options: FitOptions) -> int:
     folder = Path(f"{out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(
-            f"--out {place(out)} already holds heads; delete it or give another folder"
+            f"--out {place(out)} already holds heads; delete it or use another folder"
         )
     with writing_folder(out):  # which training needs to write later
         pass
@@ -196,8 +196,8 @@ class Fit:
         if not training or not held_out:
             raise TrainingError(
                 f"the model wrote {len(training)} chats to train on and "
-                f"{len(held_out)} to hold out in the time; give more --minutes, or "
-                "more --prompts"
+                f"{len(held_out)} to hold out in the time; raise --minutes, or add "
+                "--prompts"
             )
         write_text(self.folder / "training.jsonl", "".join(training))
         write_text(self.folder / "held-out.jsonl", "".join(held_out.values()))

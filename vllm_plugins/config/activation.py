@@ -203,7 +203,7 @@ def _resolved(
             continue
         logger.info(
             "vllm-ppd: using heads %s: %s. --ppd-heads %s pins them; --ppd-heads none "
-            "leaves them out",
+            "uses none",
             heads.model,
             heads.reason,
             heads.model,
@@ -271,7 +271,7 @@ def _checked_heads(
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
         logger.info(
             "vllm-ppd: the target's lm_head was not compared with that of the heads' "
-            "target, as it is not on this disk yet, or is stored in another form"
+            "target, because it is not on this disk, or is stored in another form"
         )
     refuse_layers_read(heads, folder, model_config)
     check_folder(folder)

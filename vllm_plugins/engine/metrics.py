@@ -40,33 +40,33 @@ WITHOUT_DRAFTS = "estimated_seconds_without_drafts"
 
 COUNTERS = {
     "deferred_steps": (
-        "Engine steps that ran only the deep pass, or nothing, from saved states."
+        "Engine steps that ran only the deep pass, from saved states, or nothing."
     ),
     "fallback_steps": "Engine steps that ran the full forward.",
     "suppressed_drafts": (
-        "Drafts suppressed because they were not expected to pay off (adaptive)."
+        "Drafts suppressed because they were not expected to gain time (adaptive)."
     ),
     **dict.fromkeys(
         DRAFTING_OFF, "Engine steps after which no request drafted, by reason."
     ),  # after a slash
     "exploration_steps": (
-        "Engine steps with more drafts than expected to pay off, to see their "
-        "acceptance (adaptive)."
+        "Engine steps with another number of drafts than expected to be best, which "
+        "measure it (adaptive)."
     ),
     **dict.fromkeys(
         (*SERVED, *SERVED_PLAIN),
-        "Steps of decoding alone, their seconds, and the tokens of a request in each, by "
-        "whether they had drafts (adaptive).",
+        "Steps that only decode, their seconds, and their tokens per request, by whether "
+        "they had drafts (adaptive).",
     ),
     WITHOUT_DRAFTS: (
-        "Seconds that the timed steps with drafts would have taken without, as "
-        "estimated (adaptive)."
+        "Estimated seconds that the timed steps with drafts would have taken without "
+        "drafts (adaptive)."
     ),
     "invalid_drafts": (
-        "Times a request's drafts were dropped, as logits were not finite."
+        "Times that the drafts of a request were dropped because logits were not finite."
     ),
     "lookup_steps": (
-        "Engine steps after which a request took looked-up drafts "
+        "Engine steps after which a request drafted by prompt lookup "
         "(prompt_lookup_min)."
     ),
     "unverified_tokens": (

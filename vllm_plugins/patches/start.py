@@ -67,8 +67,8 @@ def create_speculative_config(
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
-                "as DynaMo's heads sample them, and are NOT the model's own output; "
-                "use eps_b 1, or leave verify out, to get that"
+                "as DynaMo's heads sample them, and are NOT the model's own output. "
+                "Remove verify to get the model's output"
             )
     return original(self, target_model_config, target_parallel_config)
 
@@ -104,7 +104,7 @@ def maybe_override_with_speculators(
 def get_model_path(
     original: Original, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would
+    """Leave ORGANIZATION/HEADS@REVISION unchanged for later resolution; vLLM would
     refuse it offline.
     """
     if "@" in str(model) and hub.hub_name(str(model)) is not None:

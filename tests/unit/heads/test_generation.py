@@ -179,12 +179,12 @@ def test_a_time_limit_ends_after_a_batch(
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
             {},
-            "--model: the chat template changes what the user writes; give --prompts",
+            "--model: the chat template changes what the user writes; pass --prompts",
         ),
         (
             None,
             {},
-            "--model: the tokenizer has no chat template, .*; give --prompts",
+            "--model: the tokenizer has no chat template, .*; pass --prompts",
         ),
         (
             None,
@@ -228,7 +228,7 @@ def test_files_of_other_options_and_damaged_ones(
     ):
         run()
     write(tmp_path / "b.jsonl", {"text": "mine"})
-    message = "was not written by `ppd data`; give another file"
+    message = "was not written by `ppd data`; use another file"
     with pytest.raises(TrainingError, match=message):
         run("b.jsonl")
 

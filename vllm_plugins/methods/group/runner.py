@@ -186,7 +186,7 @@ def without_full_graphs(compilation: Any) -> None:
         return
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     logger.warning(
-        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot "
-        "run its halves; use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+        "vllm-ppd: CUDA graphs are off: cudagraph_mode %s captures the whole model, but "
+        "a worker group runs parts of it; use FULL_AND_PIECEWISE or PIECEWISE",
         mode,
     )

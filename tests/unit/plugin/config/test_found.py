@@ -88,7 +88,7 @@ def test_heads_travel_with_a_model(model: Path, copied: Factory) -> None:
     assert (config.method, config.model) == ("cp", heads)
     (line,) = lines
     assert heads in line and "travel with the model" in line
-    assert f"--ppd-heads {heads} pins them; --ppd-heads none leaves" in line
+    assert f"--ppd-heads {heads} pins them; --ppd-heads none uses none" in line
 
 
 def test_options_of_early_drafting_keep_their_meaning(
@@ -113,7 +113,7 @@ def test_heads_are_pinned_or_left_out(model: Path, copied: Factory) -> None:
     for pinned, method in ((early, "early"), (model / "ppd", "cp")):
         config = drafting(from_flags(model, f"{flags} {pinned}"))
         assert (config.method, config.model) == (method, str(pinned))
-    with pytest.raises(HeadsError, match="does not exist; give a folder"):
+    with pytest.raises(HeadsError, match="does not exist; pass a folder"):
         from_flags(model, f"{flags} {model}/none")
     change(early, fingerprint={"vocabulary": "0"})
     with pytest.raises(HeadsError, match="hash of its vocabulary differs"):
@@ -133,7 +133,7 @@ def test_registered_heads_that_promise_most_are_taken(
     found.register(model.parent / "b")  # again
     config, (line,) = found_by(model)
     assert config.model == str(model.parent / "b")
-    assert "of 4 their calibration promises most" in line
+    assert "their calibration predicts the most of 4" in line
     shutil.rmtree(model.parent / "b")
     assert found_by(model)[0].model == str(model.parent / "c")
     shutil.rmtree(model.parent / "c")
@@ -144,13 +144,13 @@ def test_registered_heads_that_promise_most_are_taken(
         assert line.endswith(f"Next: heads {model.parent / following}")
     assert len(lines) == 4
     assert found_by(DEMO)[0].model == str(DEMO / "ppd"), "another target"
-    travelling = copied("early", "model/ppd")
-    assert found_by(model)[0].model == str(travelling)
+    traveling = copied("early", "model/ppd")
+    assert found_by(model)[0].model == str(traveling)
     for path in (caches / "vllm_ppd_heads").iterdir():
         shutil.rmtree(path)
         path.write_text("damaged")
     config, lines = found_by(model)
-    assert config.model == str(travelling) and len(lines) == 2
+    assert config.model == str(traveling) and len(lines) == 2
     assert "cannot be listed" in lines[0]
 
 
@@ -179,8 +179,8 @@ def test_registered_heads_that_promise_most_are_taken(
 def test_unusable_heads_are_one_line(
     model: Path, copied: Factory, damage: Callable[[Path], Any], reason: str
 ) -> None:
-    travelling = copied("cp", "model/ppd")
-    damage(travelling)
+    traveling = copied("cp", "model/ppd")
+    damage(traveling)
     config, (line,) = found_by(model)
     assert config.method == "lookup" and config.model is None
     assert reason in line and line.endswith("Next: lookups alone")

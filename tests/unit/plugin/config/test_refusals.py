@@ -82,7 +82,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (
             f"{GROUP} --ppd-exit-layer 3,4",
-            r"exit_layer=\[3, 4\] cannot split .*; give one layer in 3\.\.5",
+            r"exit_layer=\[3, 4\] cannot split .*; set one layer in 3\.\.5",
         ),
         (
             f"{PPD} --ppd-exit-layer 2,6",
@@ -90,13 +90,13 @@ def refused(message: str) -> Iterator[None]:
         ),
         (
             f"{PPD} --ppd-exit-layer 2,4 --ppd-adaptive false",
-            r"exit_layer=\[2, 4\] needs adaptive, .* give one layer",
+            r"exit_layer=\[2, 4\] needs adaptive, .* set one layer",
         ),
         (
             f"{GROUP} --ppd-prompt-lookup-min 2",
             "prompt_lookup_min=2 is not supported",
         ),
-        (f"{PPD} --ppd-prompt-lookup-min 0", "leaves no drafts without heads"),
+        (f"{PPD} --ppd-prompt-lookup-min 0", "allows no drafts without heads"),
         (f"{GROUP} --ppd-adaptive true", "adaptive has no effect with pipeline"),
         (
             f"{GROUP} --ppd-draft-sample-method greedy",
@@ -141,7 +141,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (
             """-sc '{"method": "ppd"}' --spec-method ngram""",
-            r"\['method'\]='ppd' and --spec-method='ngram' differ; give only one",
+            r"\['method'\]='ppd' and --spec-method='ngram' differ; set only one",
         ),
     ],
 )
@@ -231,7 +231,7 @@ LAYERS = {"condition": "recurrent", "layers": (1, 4)}
             LAYERS,
             "using_transformers_backend",
             lambda: True,
-            "heads that read layers 1, 4, .* leave out --model-impl",
+            "heads that read layers 1, 4, .* remove --model-impl",
         ),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters on the way of vLLM's statistics: worker, scheduler, serialisation, front
+"""Our counters on the way of vLLM's statistics: worker, scheduler, serialization, front
 end, several of these.
 """
 
