@@ -5,19 +5,17 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import pytest
+from configured import serve_parser
 from conftest import ROOT
 from vllm.benchmarks.serve import add_cli_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS as MODELS
-from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Table, flag_of, parse
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS
 
@@ -61,16 +59,9 @@ OTHERS = {
 
 def vllm_parsers() -> dict[str, argparse.ArgumentParser]:
     """The parsers of vLLM's commands, with our flags."""
-    register()
-    places = ("launchers", "common")  # of vLLM 0.32, and of 0.33
-    (place,) = [p for p in places if find_spec(f"vllm.entrypoints.{p}.cli_args")]
-    cli_args = import_module(f"vllm.entrypoints.{place}.cli_args")
     bench = FlexibleArgumentParser()
     add_cli_args(bench)
-    return {
-        "vllm serve": cli_args.make_arg_parser(FlexibleArgumentParser()),
-        "vllm bench serve": bench,
-    }
+    return {"vllm serve": serve_parser(), "vllm bench serve": bench}
 
 
 def commands(page: Path, name: str) -> Iterator[list[str]]:
