@@ -21,7 +21,7 @@ Sizes = Annotated[
 ]
 Temperature = Annotated[float, Field(ge=0)]
 DRAFTS = 3  # for systems that recommend no number
-MICRO_STEPS = 8  # most tokens that a worker group gives a request per step
+MICRO_STEPS = 8  # maximum tokens that a worker group emits per request and step
 STAGES = {"pipeline_parallel_size": 2}
 
 

@@ -220,8 +220,8 @@ def _if_there(read: Callable[[], object]) -> str:
 COMMANDS: Table = {
     "fit": Command(
         "make heads for a model within a time limit",
-        "Write data, then train and calibrate heads, as well as this machine can "
-        "within a time limit.\nThe same command resumes a run that was stopped.",
+        "Write data, then train and calibrate heads, within a time limit.\nThe same "
+        "command resumes a run that was stopped.",
         fit,
         FitOptions,
         "model",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Default number of requests up to which a worker group runs; larger loads fill the
 # pipeline with batches.
 GROUP_CUT_OFF = 8
-# Least tokens of a match beside a method's drafts, which compete with the text's
+# Minimum length of a match next to a method's drafts, with which it competes
 BESIDE = 2
 # Defaults of prompt lookup alone
 LOOKUP: dict[str, Any] = {

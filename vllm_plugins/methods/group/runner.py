@@ -170,7 +170,7 @@ class GroupWorker(DraftingWorker):
 
 
 def without_full_graphs(compilation: Any) -> None:
-    """Replace graphs of the whole model, which cannot run its halves, by those between
+    """Replace graphs of the whole model, of which a group runs parts, by those between
     attention calls if vLLM can.
     """
     mode = compilation.cudagraph_mode
