@@ -110,8 +110,10 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     """
     searches = [word[7:] for word in words if word.startswith("--help=")]
     fields = command.options.model_fields
-    shown = getattr(command.options, "basic", None) or fields.keys()
-    epilog = f"example:\n  {prog} {command.example}"
+    shown: Any = getattr(command.options, "basic", None) or fields
+    epilog = ""
+    if command.example:
+        epilog = f"example:\n  {prog} {command.example}"
     if len(shown) < len(fields):
         epilog += (
             f"\n\n`{prog} --help=all` lists all options, and --help=WORD those whose "

@@ -200,7 +200,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to vLLM's parser; `vllm serve --help=vllm-ppd` lists them."""
     group = parser.add_argument_group(
         "vllm-ppd",
-        "Speculative decoding with heads, early exits or prompt lookup.",
+        "Speculative decoding, such as --speculative-model ppd.",
     )
     group.add_argument(
         "--speculative-model",

@@ -184,10 +184,9 @@ class Published:
                 multiprocess_mode="mostrecent",
             )
         for engine in engines:
-            series = self._counters[INFO].labels(
+            self._counters[INFO].labels(
                 model_name, str(engine), *facts.values()
-            )
-            series.set(1)
+            ).set(1)
         self._series: dict[tuple[str, int], Any] = {}
         for name, text in COUNTERS.items():
             if name.startswith(GROUP) and config.stages == 1:

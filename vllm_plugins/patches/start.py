@@ -62,8 +62,9 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        version = platform.version()
-        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), version)
+        logger.info(
+            "vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.version()
+        )
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
