@@ -95,6 +95,7 @@ METHODS: dict[str, MethodSpec] = {
 # Stands for the method of the heads, the options or the pipeline stages, or of the
 # heads that are found, or for lookup (config/naming.py)
 PPD = "ppd"
+PPD_OPTIONS = ("heads",)  # of no other method
 ALIASES = (PPD, "paradecode")  # the second is another name of early
 
 

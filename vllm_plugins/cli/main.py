@@ -273,9 +273,8 @@ def main(
         else ""
     )
     try:
-        if [*words] == ["--version"]:
-            found = versions().items()
-            print(", ".join(f"{name} {version}" for name, version in found))
+        if "--version" in words:
+            print(in_words(versions()))
             return 0
         with termination_as_interrupt():
             command, options = parse(words, table, prog, about)

@@ -19,7 +19,13 @@ from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import AUTO, NONE, OptionError
-from vllm_ppd.vllm_plugins.registry import ALIASES, METHODS, PPD, names
+from vllm_ppd.vllm_plugins.registry import (
+    ALIASES,
+    METHODS,
+    PPD,
+    PPD_OPTIONS,
+    names,
+)
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -83,7 +89,7 @@ def with_method(
     if method in ALIASES:
         given["method"] = fitting(given, stages) if method == PPD else "early"
     if given["method"] != method:
-        given.pop("heads", None)
+        return {name: given[name] for name in given if name not in PPD_OPTIONS}
     return given
 
 
@@ -132,7 +138,7 @@ def _names_heads(model: str) -> bool:
         )
     raise OptionError(
         f"speculative model {quoted(model)} {wrong}; set a method "
-        f"({', '.join([PPD, *METHODS])}), a heads folder, or ORGANIZATION/NAME on the "
+        f"({', '.join(names())}), a heads folder, or ORGANIZATION/NAME on the "
         "Hub (for a draft model, also vLLM's method)"
     )
 

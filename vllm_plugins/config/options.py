@@ -17,7 +17,7 @@ from pydantic import (
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import first_problem, quoted
-from vllm_ppd.vllm_plugins.registry import METHODS, PPD, names
+from vllm_ppd.vllm_plugins.registry import METHODS, PPD, PPD_OPTIONS, names
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
@@ -178,9 +178,8 @@ class DraftingOptions(BaseModel):
     @field_validator("method")
     @classmethod
     def _known(cls, value: str) -> str:
-        names = [PPD, *METHODS]
-        if value not in names:
-            raise ValueError(f"must be one of {', '.join(names)}")
+        if value not in names():
+            raise ValueError(f"must be one of {', '.join(names())}")
         return value
 
 
@@ -206,7 +205,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"a drafting method ({', '.join([PPD, *METHODS])}), heads (a folder, or "
+        help=f"a drafting method ({', '.join(names())}), heads (a folder, or "
         "ORGANIZATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
         "supports",
     )
@@ -308,8 +307,8 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
 
 def methods_of(field: str) -> list[str]:
     """The methods that read an option: those whose records name it, or all."""
-    if field == "heads":
+    if field in PPD_OPTIONS:
         return [PPD]
     return [
         name for name, method in METHODS.items() if field in method.options
-    ] or [PPD, *METHODS]
+    ] or names()

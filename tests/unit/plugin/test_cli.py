@@ -64,7 +64,7 @@ def test_examples_of_help_are_right(capsys: Any) -> None:
 
 def test_versions(capsys: Any) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("vllm-ppd 0.")
+    assert capsys.readouterr().out.startswith("vllm-ppd: 0.")
 
 
 def test_flags_of_earlier_versions_name_the_new_ones(

@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins.config.options import (
     methods_of,
     parse_options,
 )
-from vllm_ppd.vllm_plugins.registry import METHODS, PPD
+from vllm_ppd.vllm_plugins.registry import names
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ from vllm_ppd.vllm_plugins.registry import METHODS, PPD
         ),
         (
             {"method": "medusa"},
-            "method='medusa': must be one of ppd, early, lookup, group",
+            "method='medusa': must be one of early, lookup, group, cp, dynamo",
         ),
         (
             {"draft_sample_method": "beam"},
@@ -74,7 +74,7 @@ def test_the_documented_table_is_that_of_the_options() -> None:
         if field.default is None and "(default:" in str(field.description):
             default = "see there"
         methods = ", ".join(methods_of(name))
-        if methods == ", ".join([PPD, *METHODS]):
+        if methods == ", ".join(names()):
             methods = "all"
         cells = [
             f"`{name}`",
