@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.setup-done
 
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup serve test test-full test-next quality format clean inflated recipes smollm soak evidence
+.PHONY: setup serve test test-full test-next quality format wheel clean inflated recipes smollm soak evidence
 
 setup: $(STAMP)
 
@@ -61,7 +61,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The wider demo model (benchmarks/demo/README.md), and the papers' ways of training. A stopped run continues.
+# Build the wheel, and serve with it in a fresh environment: before a release.
+wheel:
+	.ci/wheel
+
+# The wider demo model (benchmarks/demo/README.md), and the papers' ways of training. The same command resumes.
 inflated recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
@@ -71,11 +75,11 @@ smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
 	ln -sfn ../../../$(KEPT)/cp $(SMOLLM)/model/ppd
 
-# Requests to a server of each method and of vLLM alone, with answers compared.
+# Send requests to a server of each method and to vLLM without drafts, and compare the answers.
 soak: setup
 	$(BIN)/python tests/soak.py $(ARGS)
 
-# The stored results of CPUs (benchmarks/results), measured again in build/evidence: hours. A stopped command continues.
+# Measure the stored results of CPUs (benchmarks/results) again, in build/evidence: hours. The same command resumes.
 # DATA has Spec-Bench's questions; benchmarks/smollm/README.md has the commands for heads in build/.
 DATA      ?= build/data/spec_bench.jsonl
 EVIDENCE  := build/evidence
