@@ -12,6 +12,7 @@ A page has the commands and the tables of NAME.json between the lines <!-- NAME 
 import argparse
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,36 +197,34 @@ def by_position(turns: list[Turn]) -> str:
     return ", ".join(shares) or "-"
 
 
-def by_category(run: Run) -> dict[str, list[float]]:
-    """Accepted drafts per step of each system, in the order of categories_of(run)."""
-    accepted = {}
+def accepted_drafts(turns: list[Turn]) -> float:
+    """Accepted drafts per request and step."""
+    return total(turns, "accepted_tokens") / sum(request_steps(turns))
+
+
+def by_category(run: Run) -> dict[str, dict[str, float]]:
+    """Accepted drafts per step of each system but vLLM, by category."""
+    categories = sorted({turn.get("category", "") for turn in run["turns"]})
+    accepted: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name in run["contenders"]:
-        turns = [
-            turns_of(run, contender=name, category=category)
-            for category in categories_of(run)
-        ]
-        if name != BASE and all(turns):
-            accepted[name] = [
-                total(some, "accepted_tokens") / sum(request_steps(some))
-                for some in turns
-            ]
+        for category in categories:
+            turns = turns_of(run, contender=name, category=category)
+            if turns and name != BASE:
+                accepted[name][category] = accepted_drafts(turns)
     return accepted
-
-
-def categories_of(run: Run) -> list[str]:
-    return sorted({turn.get("category", "") for turn in run["turns"]})
 
 
 def category_table(run: Run) -> str:
     """A column for each category; empty if there is only one."""
-    categories = categories_of(run)
-    if len(categories) < 2:
-        return ""
+    accepted = by_category(run)
+    categories = list(next(iter(accepted.values()), {}))
     rows = [
-        [name, *(f"{value:.2f}" for value in values)]
-        for name, values in by_category(run).items()
+        [name, *(f"{value:.2f}" for value in values.values())]
+        for name, values in accepted.items()
     ]
-    return markdown(["accepted", *categories], rows)
+    return (
+        markdown(["accepted", *categories], rows) if len(categories) > 1 else ""
+    )
 
 
 def tables(run: Run) -> list[str]:
@@ -285,34 +284,33 @@ def section(path: Path) -> str:
     return "\n\n".join([*dict.fromkeys(commands), *blocks])
 
 
+def stored(name: str) -> list[Run]:
+    """The runs of benchmarks/results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
+
+
 def predictions() -> Iterator[tuple[str, float, Estimate]]:
     """Speedups at batch 1 on two CPU cores, predicted and measured.
 
     A prediction is (1 + accepted drafts) / (1 + cost) of the stored acceptance, or PPD's
     Theorem 4.1.
     """
-    stored = {
-        name: json.loads((RESULTS / f"{name}.json").read_text())["runs"]
-        for name in ("acceptance", "smollm_decode", "group")
-    }
     decoding = {
-        run["options"]["temperature"]: run for run in stored["smollm_decode"]
+        run["options"]["temperature"]: run for run in stored("smollm_decode")
     }
-    for run in stored["acceptance"]:
+    for run in stored("acceptance"):
         temperature = run["options"]["temperature"]
         for name, cost in run["costs"].items():
-            turns = turns_of(run, contender=name)
-            accepted = total(turns, "accepted_tokens") / sum(request_steps(turns))
+            accepted = accepted_drafts(turns_of(run, contender=name))
             measured = speed_up(decoding[temperature], name, 1)
             # The 130 prompts of all systems. Early drafting had other drafts there.
             if run["prompts"] == 130 and measured and name != "ppd early":
                 label = f"{name}, T {temperature:g}"
-                yield label, (1 + accepted) / (1 + cost), measured
-    (group,) = stored["group"]
+                yield label, round((1 + accepted) / (1 + cost), 2), measured
+    (group,) = stored("group")
     for name, predicted in group["predicted"].items():
-        measured = speed_up(group, name, 1)
-        assert measured is not None
-        yield name, predicted, measured
+        if measured := speed_up(group, name, 1):
+            yield name, round(predicted, 2), measured
 
 
 def page(text: str) -> str:
@@ -320,11 +318,8 @@ def page(text: str) -> str:
 
     def marked(match: re.Match[str]) -> str:
         if match[2] == "predicted":
-            rows = [
-                [name, f"{value:.2f}", measured]
-                for name, value, measured in predictions()
-            ]
-            block = markdown(["system", "predicted", "measured"], rows)
+            header = ["system", "predicted", "measured"]
+            block = markdown(header, [*predictions()])
         else:
             block = section(RESULTS / f"{match[2]}.json")
         return f"{match[1]}\n{block}\n\n{match[3]}"
