@@ -55,11 +55,12 @@ def draw_speeds(axes: Axes, name: str) -> None:
     shown = [system for system in COLORS if system in run["contenders"]]
     sizes = sorted({turn["batch"] for turn in run["turns"]})
     width = 0.85 / len(shown)
+    places = np.arange(len(sizes))
     for number, system in enumerate(shown):
         estimates = [speed_up(run, system, size) for size in sizes]
         value, low, high = np.array(estimates).T
         bars = axes.bar(
-            np.arange(len(sizes)) + number * width,
+            places + number * width,
             value,
             width * 0.9,
             yerr=(value - low, high - value),
@@ -72,13 +73,13 @@ def draw_speeds(axes: Axes, name: str) -> None:
     axes.margins(y=0.15)
     rounds = 1 + run["turns"][-1]["round"]
     ticks = [f"batch {size}\n{rounds * size} prompts" for size in sizes]
-    axes.set_xticks(np.arange(len(sizes)) + 0.4, ticks)
+    axes.set_xticks(places + 0.4, ticks)
     axes.set(
         title=f"{SPEEDS[name]}, {rounds} rounds\n{run['time'][:10]}, "
         f"commit {run['git'][:7]}",
         ylabel="speedup over vLLM without speculation",
     )
-    axes.legend(title="grey: vLLM's own", frameon=False, bbox_to_anchor=(1, 0.8))
+    axes.legend(title="grey: vLLM's own", bbox_to_anchor=(1, 0.8))
 
 
 def draw_predictions(axes: Axes, _: str) -> None:
@@ -115,7 +116,7 @@ def draw_categories(axes: Axes, name: str) -> None:
     accepted = by_category(run) | by_category(more)
     systems = [system for system in COLORS if system in accepted]
     values = np.array([[*accepted[system].values()] for system in systems])
-    axes.imshow(values, cmap="Blues", vmin=0, vmax=3, aspect="auto")
+    axes.imshow(values, cmap="Blues", vmax=3, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         axes.text(
             column, row, f"{value:.2f}", color="black", ha="center", va="center"

@@ -217,7 +217,7 @@ def by_category(run: Run) -> dict[str, dict[str, float]]:
 def category_table(run: Run) -> str:
     """A column for each category; empty if there is only one."""
     accepted = by_category(run)
-    categories = list(next(iter(accepted.values()), {}))
+    categories = next(iter(accepted.values()), ())
     rows = [
         [name, *(f"{value:.2f}" for value in values.values())]
         for name, values in accepted.items()
