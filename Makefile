@@ -13,7 +13,7 @@ STAMP  := $(VENV)/.setup-done
 
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup serve test test-full test-next quality format clean inflated recipes smollm soak evidence
+.PHONY: setup serve test test-full test-next quality format wheel clean inflated recipes smollm soak evidence
 
 setup: $(STAMP)
 
@@ -61,7 +61,11 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The wider demo model (benchmarks/demo/README.md), and the papers' ways of training. A stopped run continues.
+# Build the wheel, and serve with it in a fresh environment: before a release.
+wheel:
+	.ci/wheel
+
+# The wider demo model (benchmarks/demo/README.md), and the papers' ways of training. The same command resumes.
 inflated recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
@@ -71,11 +75,11 @@ smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
 	ln -sfn ../../../$(KEPT)/cp $(SMOLLM)/model/ppd
 
-# Requests to a server of each method and of vLLM alone, with answers compared.
+# Send requests to a server of each method and to vLLM without drafts, and compare the answers.
 soak: setup
 	$(BIN)/python tests/soak.py $(ARGS)
 
-# The stored results of CPUs (benchmarks/results), measured again in build/evidence: hours. A stopped command continues.
+# Measure the stored results of CPUs (benchmarks/results) again, in build/evidence: hours. The same command resumes.
 # DATA has Spec-Bench's questions; benchmarks/smollm/README.md has the commands for heads in build/.
 DATA      ?= build/data/spec_bench.jsonl
 EVIDENCE  := build/evidence
@@ -83,22 +87,22 @@ KEPT      := benchmarks/smollm/heads
 TRAINED   := $(SMOLLM)/heads
 DECODE    := $(BIN)/ppd bench decode
 ON_SMOLLM := --model $(SMOLLM)/model --data $(DATA)
-METHODS   := --heads $(KEPT)/cp $(TRAINED)/dynamo $(KEPT)/early --plain ngram --eagle $(TRAINED)/eagle \
-	--also 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
-SPEED     := --dtype bfloat16 --kv-cache-gib 0.5 --prompt-tokens 256 --batch-sizes 1,4,16 --rounds 4 --new-tokens 96
-ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --drafts 3 --dtype float32 --eager --prompt-tokens 1536 \
-	--new-tokens 64
-RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 chain-r1 chain-r3 recurrent-r1 recurrent-r3 recurrent-r8)
+METHODS   := --heads $(KEPT)/cp $(TRAINED)/dynamo $(KEPT)/early --baselines ngram --eagle $(TRAINED)/eagle \
+	--contender 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
+SPEED     := --dtype bfloat16 --kv-cache-gib 0.5 --prompt-tokens 256 --batch-sizes 1,4,16 --rounds 4 --output-len 96
+ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --prompt-tokens 1536 \
+	--output-len 64
+RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3 recurrent-r8)
 
 evidence: setup
 	VLLM_CPU_OMP_THREADS_BIND="0|1" $(DECODE) --model build/inflated/model --heads build/inflated/heads/early \
 		--group 1,3,5 --data build/corpus/validation.jsonl --dtype float32 --kv-cache-gib 0.25 --rounds 5 \
-		--new-tokens 96 --batch-sizes 1 --out $(EVIDENCE)/group.json
+		--output-len 96 --batch-sizes 1 --out $(EVIDENCE)/group.json
 	$(DECODE) $(ON_SMOLLM) $(METHODS) $(SPEED) --temperatures 0,0.8 --out $(EVIDENCE)/smollm_decode.json
 	$(DECODE) $(ON_SMOLLM) $(METHODS) $(SPEED) --temperatures 0.6 --top-p 0.9 --out $(EVIDENCE)/smollm_decode.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --heads $(KEPT)/cp --plain none --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) $(METHODS) --prompts 130 --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --heads $(RANKS) --plain none --prompts 52 --batch-sizes 4 \
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --heads $(KEPT)/cp --baselines none --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) $(METHODS) --num-prompts 130 --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --heads $(RANKS) --baselines none --num-prompts 52 --batch-sizes 4 \
 		--out $(EVIDENCE)/cp_conditions.json
 
 clean:

@@ -45,7 +45,7 @@ def decode(options: DecodeOptions) -> str:
     """Measure what the file of results lacks; returns the tables.
 
     A trial that was stopped between two systems is measured again as a whole, since
-    ratios are between neighbours.
+    ratios are between neighbors.
 
     Raises:
         BenchError, HeadsError: on bad input, or if vLLM alone fails.
@@ -119,7 +119,7 @@ def acceptance_trials(
 ) -> list[Trial]:
     """Batches of the prompts of a category, the shortest first."""
     by_category: defaultdict[str, Batch] = defaultdict(list)
-    for prompt in prompts[: options.prompts]:
+    for prompt in prompts[: options.num_prompts]:
         by_category[prompt.category].append(prompt.ids)
     size = max(options.batch_sizes)
     trials: list[Trial] = []
@@ -138,7 +138,7 @@ def engine_arguments(
     return {
         "model": options.model,
         "dtype": options.dtype,
-        "enforce_eager": options.eager,
+        "enforce_eager": options.enforce_eager,
         "seed": options.seed,
         "trust_remote_code": options.trust_remote_code,
         "max_num_seqs": max(options.batch_sizes),
@@ -176,7 +176,7 @@ def measure(
     longest = max(
         len(ids) for _, trial in missing for ids in [*trial.prompts, *others]
     )
-    arguments = engine_arguments(options, longest + options.new_tokens + 32)
+    arguments = engine_arguments(options, longest + options.output_len + 32)
 
     def leave_out(name: str, error: BenchError) -> None:
         if name == BASE:
@@ -193,13 +193,13 @@ def measure(
         sampling = run["options"]["temperature"], options.top_p
         state = (engine.name, sampling, size)
         if state not in warm:
-            tokens = min(WARM_UP_TOKENS, options.new_tokens)
+            tokens = min(WARM_UP_TOKENS, options.output_len)
             engine.call(decode_batch, others[:size], tokens, *sampling)
             warm.add(state)
         if options.group:
             time.sleep(SPIN_SECONDS)
         return engine.call(
-            decode_batch, trial.prompts, options.new_tokens, *sampling
+            decode_batch, trial.prompts, options.output_len, *sampling
         )
 
     with TemporaryDirectory(prefix="ppd-bench-") as logs, ExitStack() as running:
@@ -238,7 +238,7 @@ def measure(
                 )
                 if options.group:
                     run["predicted"] = predictions(
-                        engines, run, options.new_tokens
+                        engines, run, options.output_len
                     )
                 results.write()
 

@@ -185,8 +185,7 @@ def facts_of(engine: Any) -> dict[str, Any]:
     )
     if room < needed:
         raise BenchError(
-            f"the KV cache holds {room:,} of {needed:,} tokens; give more with "
-            "--kv-cache-gib"
+            f"the KV cache holds {room:,} of {needed:,} tokens; raise --kv-cache-gib"
         )
     ours = active_config(config)
     facts = {"num_layers": config.model_config.hf_text_config.num_hidden_layers}
@@ -289,8 +288,8 @@ def decode_batch(
             window_tokens += made
     if not steps:
         raise BenchError(
-            f"{len(prompts)} requests never all decoded together; give more "
-            "--new-tokens"
+            f"{len(prompts)} requests never all decoded at once; raise "
+            "--output-len"
         )
     change = counters() - before
     drafts = change[DRAFTS, ""]

@@ -59,7 +59,7 @@ def read_prompts(
                 rows[category or number].append(Prompt(ids, category))
     if not rows:
         raise BenchError(
-            f"{', '.join(data)}: no prompt has {SHORTEST} to {longest} tokens; give "
-            "other data, or more --prompt-tokens"
+            f"{', '.join(data)}: no prompt has {SHORTEST} to {longest} tokens; pass "
+            "other --data, or raise --prompt-tokens"
         )
     return in_turns(rows.values())

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Markdown tables and plots from files of results.
+"""Markdown tables from files of results.
 
     python -m vllm_ppd.benchmarks.report FILE.json ...                    # print tables
-    # Draw greedy speed-ups
-    python -m vllm_ppd.benchmarks.report FILE.json --plot speeds.svg
-    # Write benchmarks/results/README.md
+    # Write the tables of the pages in benchmarks/results
     python -m vllm_ppd.benchmarks.report --page
 
-The page has a section for each benchmarks/results/NAME.json, with the title and the
-notes of NAME.md.
+A page has the commands and the tables of NAME.json between the lines <!-- NAME --> and
+<!-- end -->. The rest of it is written by hand.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +25,17 @@ from vllm_ppd.heads.text import table
 RESULTS = Path(__file__).resolve().parent / "results"
 RESAMPLES = 2000
 CONFIDENCE = 0.9
+MARKS = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SPEED_LEGEND = """\
-batch: tokens/s of all requests while all of them decode; for other systems the speed-up over vLLM
-alone in the same round (median and 90 % bootstrap interval over rounds). accepted: accepted /
-drafted tokens. same tokens: greedy tokens that equal those of vLLM alone at the same position, over
-all batches; all tokens after the first difference count. memory: peak of the GPU, or of the
-process."""
+batch: tokens/s of all requests while all of them decode; for other systems the speedup over vLLM
+without speculation in the same round (median and 90 % bootstrap interval over rounds). accepted:
+accepted / drafted tokens. same tokens: share of greedy tokens that equal those of vLLM without
+speculation at the same position. memory: peak of the GPU, or of the process."""
 ACCEPTANCE_LEGEND = """\
-same text: prompts whose greedy text equals that of vLLM alone, token for token. accepted, drafted:
-drafts per decode step of a request (90 % bootstrap interval over batches). by position: share of
-steps in which the drafts up to the first, second, ... position were accepted. cost: weights that
-the drafts of a step read, relative to a pass of the target."""
+same text: prompts whose greedy text equals that of vLLM without speculation. accepted, drafted:
+drafts per request and decode step (90 % bootstrap interval over batches). by position: share of
+steps that accept the drafts up to the first, second, ... position. cost: bytes of weights that
+the drafts of a step read, relative to one pass of the target."""
 
 
 class Estimate(NamedTuple):
@@ -102,7 +102,7 @@ def speeds(run: Run, name: str, batch: int) -> dict[Any, float]:
 
 
 def speed_up(run: Run, name: str, batch: int) -> Estimate | None:
-    """Over vLLM alone in the same round; None without turns."""
+    """Over vLLM without speculation in the same round; None if there are no turns."""
     base = speeds(run, BASE, batch)
     ratios = [
         speed / base[place] for place, speed in speeds(run, name, batch).items()
@@ -197,49 +197,66 @@ def by_position(turns: list[Turn]) -> str:
     return ", ".join(shares) or "-"
 
 
-def category_table(run: Run) -> str:
-    """Accepted drafts per step, a column for each category; empty if there is only one."""
+def accepted_drafts(turns: list[Turn]) -> float:
+    """Accepted drafts per request and step."""
+    return total(turns, "accepted_tokens") / sum(request_steps(turns))
+
+
+def by_category(run: Run) -> dict[str, dict[str, float]]:
+    """Accepted drafts per step of each system but vLLM, by category."""
     categories = sorted({turn.get("category", "") for turn in run["turns"]})
-    if len(categories) < 2:
-        return ""
-    rows = []
+    accepted: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name in run["contenders"]:
-        row = [name]
         for category in categories:
             turns = turns_of(run, contender=name, category=category)
-            if turns:
-                accepted = total(turns, "accepted_tokens")
-                row.append(f"{accepted / sum(request_steps(turns)):.2f}")
-        if name != BASE and len(row) > len(categories):
-            rows.append(row)
-    return markdown(["accepted", *categories], rows)
+            if turns and name != BASE:
+                accepted[name][category] = accepted_drafts(turns)
+    return accepted
+
+
+def category_table(run: Run) -> str:
+    """A column for each category; empty if there is only one."""
+    accepted = by_category(run)
+    categories = next(iter(accepted.values()), ())
+    rows = [
+        [name, *(f"{value:.2f}" for value in values.values())]
+        for name, values in accepted.items()
+    ]
+    return (
+        markdown(["accepted", *categories], rows) if len(categories) > 1 else ""
+    )
+
+
+def tables(run: Run) -> list[str]:
+    """What a run measured, and its tables."""
+    options = run["options"]
+    # Earlier results have the second name
+    length = options.get("output_len") or options["new_tokens"]
+    sampling = "greedy"
+    if options["temperature"]:
+        top_p = options.get("top_p", 1)
+        sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
+    blocks = [
+        f"{options['model']}, {options['dtype']}, {sampling}, "
+        f"{length} tokens; {run['machine']}; commit {str(run['git'])[:7]}"
+    ]
+    if "part" in run["turns"][0]:
+        blocks += [acceptance_table(run), category_table(run)]
+    else:
+        blocks.append(speed_table(run))
+    blocks += [f"left out: {reason}" for reason in run["failures"].values()]
+    return [block for block in blocks if block]
 
 
 def report(runs: list[Run]) -> str:
-    """The tables of runs, with what was measured, and what the columns mean."""
+    """The tables of runs, and what their columns mean."""
     blocks = []
-    legend = ""
     for run in runs:
-        if not run["turns"]:
-            continue
-        options = run["options"]
-        sampling = "greedy"
-        if options["temperature"]:
-            top_p = options.get("top_p", 1)
-            sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
-        blocks.append(
-            f"{options['model']}, {options['dtype']}, {sampling}, "
-            f"{options['new_tokens']} tokens; {run['machine']}; commit "
-            f"{str(run['git'])[:7]}"
-        )
-        if "part" in run["turns"][0]:
-            blocks += [acceptance_table(run), category_table(run)]
-            legend = ACCEPTANCE_LEGEND
-        else:
-            blocks.append(speed_table(run))
-            legend = SPEED_LEGEND
-        blocks += [f"left out: {reason}" for reason in run["failures"].values()]
-    return "\n\n".join(block for block in [*blocks, legend] if block)
+        if run["turns"]:
+            blocks += tables(run)
+            part = "part" in run["turns"][0]
+            legend = ACCEPTANCE_LEGEND if part else SPEED_LEGEND
+    return "\n\n".join([*blocks, legend]) if blocks else ""
 
 
 def rows_table(data: dict[str, Any]) -> str:
@@ -252,58 +269,62 @@ def rows_table(data: dict[str, Any]) -> str:
 
 
 def section(path: Path) -> str:
-    """The title and notes of a file of results, its commands and its tables."""
+    """The commands of a file of results, and its tables."""
     data = json.loads(path.read_text())
-    about = path.with_suffix(".md")
-    notes = about.read_text().strip() if about.exists() else f"# {path.stem}"
     if "runs" in data:
         runs = data["runs"]
-        tables = report(runs)
+        blocks = [block for run in runs for block in tables(run)]
     else:
         runs = [data]
-        tables = f"{data['machine']}\n\n{rows_table(data)}"
+        blocks = [data["machine"], rows_table(data)]
     commands = [
         f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}."
         for run in runs
     ]
-    return "\n\n".join([f"#{notes}", *dict.fromkeys(commands), tables])
+    return "\n\n".join([*dict.fromkeys(commands), *blocks])
 
 
-def plot(path: Path, out: Path) -> None:
-    """Draw the greedy speed-ups of a file over the batch size, with their intervals."""
-    import matplotlib.pyplot as plt
+def stored(name: str) -> list[Run]:
+    """The runs of benchmarks/results/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["runs"]
 
-    run = next(
-        run
-        for run in json.loads(path.read_text())["runs"]
-        if not run["options"]["temperature"]
-    )
-    sizes = sorted({turn["batch"] for turn in run["turns"]})
-    plt.rcParams["svg.fonttype"] = "none"  # text stays text
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    for name in run["contenders"]:
-        estimates = [speed_up(run, name, size) for size in sizes]
-        if name == BASE or None in estimates:
-            continue
-        value, low, high = np.array(estimates).T
-        axes.errorbar(
-            sizes,
-            value,
-            yerr=(value - low, high - value),
-            marker="o",
-            capsize=3,
-            label=name,
-        )
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(
-        title=f"Greedy decoding, {run['machine']}",
-        xlabel="requests",
-        ylabel="speed-up over vLLM alone",
-    )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(out)
+
+def predictions() -> Iterator[tuple[str, float, Estimate]]:
+    """Speedups at batch 1 on two CPU cores, predicted and measured.
+
+    A prediction is (1 + accepted drafts) / (1 + cost) of the stored acceptance, or PPD's
+    Theorem 4.1.
+    """
+    decoding = {
+        run["options"]["temperature"]: run for run in stored("smollm_decode")
+    }
+    for run in stored("acceptance"):
+        temperature = run["options"]["temperature"]
+        for name, cost in run["costs"].items():
+            accepted = accepted_drafts(turns_of(run, contender=name))
+            measured = speed_up(decoding[temperature], name, 1)
+            # The 130 prompts of all systems. Early drafting had other drafts there.
+            if run["prompts"] == 130 and measured and name != "ppd early":
+                label = f"{name}, T {temperature:g}"
+                yield label, round((1 + accepted) / (1 + cost), 2), measured
+    (group,) = stored("group")
+    for name, predicted in group["predicted"].items():
+        if measured := speed_up(group, name, 1):
+            yield name, round(predicted, 2), measured
+
+
+def page(text: str) -> str:
+    """A page of results with the tables that its marks name."""
+
+    def marked(match: re.Match[str]) -> str:
+        if match[2] == "predicted":
+            header = ["system", "predicted", "measured"]
+            block = markdown(header, [*predictions()])
+        else:
+            block = section(RESULTS / f"{match[2]}.json")
+        return f"{match[1]}\n{block}\n\n{match[3]}"
+
+    return MARKS.sub(marked, text)
 
 
 def main() -> None:
@@ -312,20 +333,12 @@ def main() -> None:
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="draw the first file"
-    )
-    parser.add_argument(
-        "--page", action="store_true", help="write the page of stored results"
+        "--page", action="store_true", help="write the tables of the pages"
     )
     args = parser.parse_args()
     if args.page:
-        sections = [section(path) for path in sorted(RESULTS.glob("*.json"))]
-        page = "\n\n".join(
-            [(RESULTS / "introduction.md").read_text().strip(), *sections]
-        )
-        (RESULTS / "README.md").write_text(page + "\n")
-    elif args.plot:
-        plot(args.files[0], args.plot)
+        for path in sorted(RESULTS.glob("*.md")):
+            path.write_text(page(path.read_text()))
     else:
         print("\n\n".join(section(path) for path in args.files))
 

@@ -42,7 +42,7 @@ class Results:
             try:
                 self.data["runs"] = json.loads(path.read_text())["runs"]
             except (ValueError, KeyError, TypeError):
-                message = f"{path} is not a file of results; give another --out"
+                message = f"{path} is not a file of results; use another --out"
                 raise BenchError(message) from None
 
     def run_of(self, options: dict[str, Any], contenders: dict[str, Any]) -> Run:

@@ -21,7 +21,7 @@ Sizes = Annotated[
 ]
 Temperature = Annotated[float, Field(ge=0)]
 DRAFTS = 3  # for systems that recommend no number
-MICRO_STEPS = 8  # most tokens that a worker group gives a request per step
+MICRO_STEPS = 8  # maximum tokens that a worker group emits per request and step
 STAGES = {"pipeline_parallel_size": 2}
 
 
@@ -32,14 +32,31 @@ class DecodeOptions(Options):
     free = frozenset(
         {
             "heads",
-            "plain",
+            "baselines",
             "eagle",
-            "also",
+            "contender",
             "group",
             "adaptive",
-            "drafts",
+            "num_speculative_tokens",
             "rounds",
             "temperatures",
+            "out",
+        }
+    )
+    basic = frozenset(
+        {
+            "model",
+            "data",
+            "heads",
+            "baselines",
+            "eagle",
+            "contender",
+            "acceptance",
+            "batch_sizes",
+            "rounds",
+            "temperatures",
+            "output_len",
+            "dtype",
             "out",
         }
     )
@@ -51,52 +68,54 @@ class DecodeOptions(Options):
         "category",
     )
     heads: tuple[str, ...] = Field((), description="heads folders, each a system")
-    plain: Annotated[tuple[Literal["ppd", "ngram", "none"], ...], COMMAS] = Field(
-        ("ppd", "ngram"),
-        description="systems without a checkpoint: ppd (prompt lookup) and vLLM's "
-        "ngram; none omits both",
+    baselines: Annotated[
+        tuple[Literal["lookup", "ngram", "none"], ...], COMMAS
+    ] = Field(
+        ("lookup", "ngram"),
+        description="systems without a checkpoint: lookup and vLLM's ngram; none omits "
+        "both",
     )
     eagle: str | None = Field(
         None,
         description="checkpoint of an EAGLE or EAGLE-3 head, for vLLM's own method",
     )
-    also: tuple[str, ...] = Field(
+    contender: tuple[str, ...] = Field(
         (),
-        description="further systems, NAME={speculative_config as JSON}; its key "
-        "'engine' holds engine arguments",
+        description="further systems, each NAME={speculative_config as JSON}, whose key "
+        "engine has engine arguments",
     )
     group: Integers = Field(
         (),
-        description="compare worker groups with these numbers of candidates, and two "
-        "tensor-parallel ranks, with vLLM's two pipeline stages instead; --heads is "
-        "the groups' folder of early heads",
+        description="instead compare vLLM with two pipeline stages, worker groups with "
+        "these numbers of candidates, and two tensor-parallel ranks; --heads has the "
+        "early heads of the groups",
     )
     adaptive: bool | None = Field(
         None,
-        description="whether our methods draft adaptively or in every step (default: "
-        "as each is configured)",
+        description="let our methods draft adaptively, or in every step (default: as each "
+        "is configured)",
     )
-    drafts: int | None = Field(
+    num_speculative_tokens: int | None = Field(
         None,
         ge=1,
         le=16,
-        description="drafts per step of every system (default: what heads recommend, "
-        "else 3)",
+        description="drafts per step of every system (default: as the heads recommend, "
+        "or 3)",
     )
     acceptance: bool = Field(
         False,
-        description="decode all prompts once, in batches of a category and of the "
-        "largest --batch-sizes, with drafts in every step; count accepted drafts and "
-        "texts that equal vLLM's",
+        description="instead decode all prompts once, with drafts in every step, and "
+        "count accepted drafts and texts that equal vLLM's; a batch has one category and "
+        "the largest of --batch-sizes",
     )
-    prompts: int | None = Field(
+    num_prompts: int | None = Field(
         None,
         ge=1,
-        description="with --acceptance: most prompts, from the categories in turn "
+        description="with --acceptance: number of prompts, from the categories in turn "
         "(default: all)",
     )
     batch_sizes: Sizes = Field(
-        (1, 2, 4, 8, 16), description="requests decoded together"
+        (1, 2, 4, 8, 16), description="numbers of requests decoded at once"
     )
     rounds: int = Field(
         5, ge=1, description="turns of each system at each batch size"
@@ -104,38 +123,37 @@ class DecodeOptions(Options):
     temperatures: Annotated[tuple[Temperature, ...], COMMAS] = Field(
         (0.0,),
         min_length=1,
-        description="temperatures, each measured with the same engines; 0 decodes "
-        "greedily",
+        description="temperatures, each measured with the same engines; 0 is greedy",
     )
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of sampling")
     prompt_tokens: int = Field(
         64,
         ge=4,
-        description="most tokens of a prompt; texts are cut, longer prompts and "
-        "chats are left out",
+        description="maximum number of tokens in a prompt; texts are cut, and longer "
+        "prompts and chats are skipped",
     )
-    new_tokens: int = Field(
+    output_len: int = Field(
         128, ge=8, description="tokens that each request generates"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="dtype of the engines"
     )
-    eager: bool = Field(
+    enforce_eager: bool = Field(
         False,
-        description="run without compilation, which starts faster and runs slower",
+        description="run without compilation, which starts faster and decodes slower",
     )
     kv_cache_gib: float = Field(
         1.0,
         gt=0,
-        description="GiB of KV cache per engine; all engines are alive at once",
+        description="size of the KV cache per engine in GiB; all engines run at once",
     )
     engine: Json[dict[str, Any]] = Field(
-        {}, description="further engine arguments of all systems, as JSON"
+        {}, description="more engine arguments for all systems, as JSON"
     )
     seed: int = Field(0, ge=0, description="seed of the engines")
     out: str = Field(
         "bench.json",
-        description="file of results; the same command continues a stopped run there",
+        description="file of results; the same command continues a run from it",
     )
     trust_remote_code: TrustRemoteCode = False
 
@@ -172,20 +190,15 @@ def systems_of(options: DecodeOptions) -> list[System]:
     systems = [System(BASE)]
     if not options.acceptance:
         systems.append(System(CONTROL))
-    systems += [from_heads(folder, options.drafts) for folder in options.heads]
-    drafts = options.drafts or DRAFTS
-    if "ppd" in options.plain:
-        systems.append(
-            System(
-                "ppd, no heads",
-                {
-                    "method": "ppd",
-                    "heads": "none",
-                    "num_speculative_tokens": drafts,
-                },
-            )
-        )
-    if "ngram" in options.plain:
+    systems += [
+        from_heads(folder, options.num_speculative_tokens)
+        for folder in options.heads
+    ]
+    drafts = options.num_speculative_tokens or DRAFTS
+    if "lookup" in options.baselines:
+        alone = {"method": "lookup", "num_speculative_tokens": drafts}
+        systems.append(System("lookup", alone))
+    if "ngram" in options.baselines:
         lookup = {
             "prompt_lookup_min": 2,
             "prompt_lookup_max": 4,
@@ -194,13 +207,16 @@ def systems_of(options: DecodeOptions) -> list[System]:
         systems.append(System("ngram", {"method": "ngram", **lookup}))
     if options.eagle is not None:
         systems.append(from_eagle(options.eagle, drafts))
-    systems += [from_json(text, options.drafts) for text in options.also]
+    systems += [
+        from_json(text, options.num_speculative_tokens)
+        for text in options.contender
+    ]
     names = [system.name for system in systems]
     for name in names:
         if names.count(name) > 1:
             raise BenchError(
-                f"two systems have the name {name!r}; name one of them with --also "
-                "NAME=..."
+                f"two systems have the name {name!r}; rename one of them with "
+                "--contender NAME=..."
             )
     adaptive = options.adaptive
     if options.acceptance and adaptive is None:
@@ -227,7 +243,7 @@ def from_eagle(folder: str, drafts: int) -> System:
     config = Path(folder) / "config.json"
     if not config.is_file():
         raise BenchError(
-            f"--eagle {folder} has no config.json; give a checkpoint folder"
+            f"--eagle {folder} has no config.json; pass a checkpoint folder"
         )
     method = "eagle3" if "eagle3" in config.read_text().lower() else "eagle"
     return System(
@@ -244,7 +260,8 @@ def from_json(text: str, drafts: int | None) -> System:
         config = None
     if not isinstance(config, dict):
         raise BenchError(
-            f"--also {text}: not NAME={{JSON}}; give a speculative_config, as in --help"
+            f"--contender {text}: not NAME={{JSON}}; set a speculative_config, as in "
+            "--help"
         )
     engine = config.pop("engine", {})
     if config and drafts is not None:
@@ -256,11 +273,12 @@ def worker_groups(options: DecodeOptions) -> list[System]:
     """Two pipeline stages twice, groups, and two tensor-parallel ranks."""
     if len(options.heads) > 1:
         raise BenchError(
-            "--heads: give a single folder of early heads for worker groups"
+            "--heads: pass a single folder of early heads for worker groups"
         )
     config: dict[str, Any] = {
-        "method": "ppd",
-        "num_speculative_tokens": options.drafts or MICRO_STEPS - 1,
+        "method": "group",
+        "num_speculative_tokens": options.num_speculative_tokens
+        or MICRO_STEPS - 1,
         "disable_by_batch_size": max(options.batch_sizes),
     }
     if options.heads:

@@ -69,10 +69,9 @@ class HeadsConfig(BaseModel, ABC):
     model_config = ConfigDict(
         populate_by_name=True, protected_namespaces=(), strict=True
     )
-    kind: ClassVar[str]  # as speculators' algorithm name
+    # Also the name of the drafting method that reads these heads
+    kind: ClassVar[str]
     architecture: ClassVar[str]
-    # The plugin's name of the drafting method that reads these heads
-    method: ClassVar[str]
     options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
     parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores
     # A regular expression for tensor names that only these heads have

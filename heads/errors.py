@@ -47,7 +47,7 @@ def refuse_other_options(
         if theirs.get(name) != ours.get(name):
             raise TrainingError(
                 f"{written} with {name}={quoted(theirs.get(name))}, but this run has "
-                f"{quoted(ours.get(name))}: give the same options to continue it, or "
+                f"{quoted(ours.get(name))}: use the same options to continue it, or "
                 f"{another}"
             )
 

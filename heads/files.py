@@ -154,12 +154,12 @@ def _locked(file: Path, what: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise InUse(
-            f"{what} is being written by another process; wait for it, or give "
+            f"{what} is being written by another process; wait for it, or use "
             "another path"
         ) from None
     except OSError as error:
         raise HeadsError(
-            f"{what} cannot be written ({error.strerror}); make it writable, or give "
+            f"{what} cannot be written ({error.strerror}); make it writable, or use "
             "another path"
         ) from None
     try:

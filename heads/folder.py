@@ -71,7 +71,7 @@ def load_config(folder: StrPath, wanted: type[Config] | None = None) -> Config:
     folder = folder_of(folder, CONFIG_NAME)
     if not os.path.isdir(folder):
         raise HeadsError(
-            f"heads folder {quoted(folder)} does not exist; give a folder with "
+            f"heads folder {quoted(folder)} does not exist; pass a folder with "
             f"{CONFIG_NAME}"
         )
     path = Path(folder) / CONFIG_NAME

@@ -70,7 +70,7 @@ class ChatFile:
                 stored = dict(json.loads(options.read_bytes()))
             except (OSError, ValueError, TypeError):
                 raise TrainingError(
-                    f"--out {place(path)} was not written by `ppd data`; give another "
+                    f"--out {place(path)} was not written by `ppd data`; use another "
                     "file"
                 ) from None
             written = f"--out {place(path)} was written"
@@ -142,8 +142,8 @@ def write_chats(
         tokenizer = AutoTokenizer.from_pretrained(
             options.model, trust_remote_code=options.trust_remote_code
         )
-    wanted = options.number or math.inf
-    if options.number is None and not options.prompts and until == math.inf:
+    wanted = options.num_chats or math.inf
+    if options.num_chats is None and not options.prompts and until == math.inf:
         wanted = NUMBER
     with writing_file(options.out):
         file = ChatFile(Path(options.out), options.essence())
@@ -161,7 +161,7 @@ def write_chats(
             while file.count < wanted and (
                 not file.count or time.monotonic() < until
             ):
-                size = int(min(options.batch, wanted - file.count))
+                size = int(min(options.batch_size, wanted - file.count))
                 asked = list(itertools.islice(prompts, size))
                 if not asked:
                     break
@@ -194,7 +194,7 @@ def _prompts(
         if token is None:
             raise TrainingError(
                 "--model: the tokenizer has no chat template, nor a token that begins "
-                "a text; give --prompts"
+                "a text; pass --prompts"
             )
         prompts = itertools.repeat([token])
     return itertools.islice(enumerate(prompts), file.next_number, None)
@@ -213,14 +213,14 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     count = 0
     for _, prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
         for ids in prompts:
-            if ids and len(ids) < options.max_length:
+            if ids and len(ids) < options.max_model_len:
                 count += 1
                 yield ids
     if not count:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
-            f"--prompts: no record has a prompt of at most {options.max_length - 1} "
-            f"tokens{skips}; give chats, prompts, or texts of {options.prompt_tokens} "
+            f"--prompts: no record has a prompt of at most {options.max_model_len - 1} "
+            f"tokens{skips}; pass chats, prompts, or texts of {options.prompt_tokens} "
             "tokens"
         )
 
@@ -252,9 +252,9 @@ def user_turns(
     before, shown, after = chat_of(USER_TURN).partition(USER_TURN)
     if not shown:
         raise TrainingError(
-            "--model: the chat template changes what the user writes; give --prompts"
+            "--model: the chat template changes what the user writes; pass --prompts"
         )
-    size = min(options.batch, options.number or options.batch)
+    size = min(options.batch_size, options.num_chats or options.batch_size)
     beginnings = [ids_of(before)] * size
     stop_ids = {tokenizer.eos_token_id} - {None}
     stop = None
@@ -276,14 +276,19 @@ def user_turns(
             prompt = ids_of(chat_of(text))
             is_whole = turn.finish_reason == "stop" and "\ufffd" not in text
             is_new = tuple(prompt) not in file.prompts
-            if text and is_whole and is_new and len(prompt) < options.max_length:
+            if (
+                text
+                and is_whole
+                and is_new
+                and len(prompt) < options.max_model_len
+            ):
                 file.prompts.add(tuple(prompt))
                 refused = 0
                 yield number, prompt
             else:
                 refused += 1
     raise TrainingError(
-        f"the last {refused} user turns are too long, empty or repeated; give --prompts"
+        f"the last {refused} user turns are too long, empty or repeated; pass --prompts"
     )
 
 

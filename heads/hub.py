@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on the Hub by name, ORGANISATION/NAME[@REVISION], or in the subfolder `ppd` of
-their target's repository, ORGANISATION/NAME[@REVISION]:ppd.
+"""Heads on the Hub by name, ORGANIZATION/NAME[@REVISION], or in the subfolder `ppd` of
+their target's repository, ORGANIZATION/NAME[@REVISION]:ppd.
 
 huggingface_hub fetches their files into its cache, so its offline mode, tokens and
 endpoint apply.

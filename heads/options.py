@@ -9,13 +9,33 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_ppd.heads.planning import Share
 from vllm_ppd.heads.text import COMMAS
 
 TrustRemoteCode = Annotated[
     bool, Field(description="run code that comes with the model")
+]
+Device = Annotated[
+    str,
+    Field(description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one"),
+]
+License = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9.-]+$",
+        max_length=64,
+        description="license of the heads for their model card, as the Hub names it, "
+        "such as apache-2.0",
+    ),
+]
+PromptTokens = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="number of leading tokens of a plain text that form its prompt",
+    ),
 ]
 
 
@@ -27,6 +47,8 @@ class Options(BaseModel):
     )
     # Those that may change before a stopped run continues
     free: ClassVar[frozenset[str]] = frozenset()
+    # Those that --help lists (empty: all); --help=all lists all
+    basic: ClassVar[frozenset[str]] = frozenset()
 
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
@@ -34,7 +56,7 @@ class Options(BaseModel):
 
 
 class FitOptions(Options):
-    """Write data, then train and calibrate heads, within a time limit. The same command resumes."""
+    """Write data, then train and calibrate heads, within a time limit."""
 
     free = frozenset({"out", "trust_remote_code", "license"})
 
@@ -46,29 +68,24 @@ class FitOptions(Options):
     out: str | None = Field(
         None,
         description=(
-            "heads folder to write (default: the model's name with -ppd); OUT.fit keeps "
-            "the data and a stopped run's progress"
+            "heads folder to write (default: the model's name with -ppd). OUT.fit keeps "
+            "the data and the progress of a run that was stopped"
         ),
     )
     minutes: float = Field(
         60.0,
         gt=0,
-        description="time limit; half of it is for the data, and most of the rest "
-        "for training",
+        description="time limit: half for the data, 40 % for training, the rest for "
+        "calibration",
     )
     prompts: tuple[str, ...] = Field(
         (),
-        description="files of prompts like those to be served (default: 300 of the "
-        "package, and the model's own)",
+        description="files of prompts that resemble your traffic (default: 300 built-in "
+        "prompts, and prompts that the model writes)",
     )
     seed: int = Field(0, description="seed of the texts and of the training")
     trust_remote_code: TrustRemoteCode = False
-    license: str = Field(
-        "other",
-        pattern=r"^[a-z0-9.-]+$",
-        max_length=64,
-        description="license of the heads for their model card, as the Hub names it",
-    )
+    license: License = "other"
 
 
 class DataOptions(Options):
@@ -77,12 +94,15 @@ class DataOptions(Options):
     free = frozenset(
         {
             "out",
-            "number",
-            "batch",
-            "precision",
+            "num_chats",
+            "batch_size",
+            "dtype",
             "kv_cache_gib",
             "trust_remote_code",
         }
+    )
+    basic = frozenset(
+        {"model", "out", "prompts", "num_chats", "temperature", "max_tokens"}
     )
 
     model: str = Field(
@@ -90,52 +110,58 @@ class DataOptions(Options):
     )
     out: str = Field(
         description=(
-            ".jsonl file to write; a stopped run continues with the missing chats"
+            ".jsonl file to write; the same command adds the chats that are missing"
         )
     )
     prompts: tuple[str, ...] = Field(
         (),
-        description="files of prompts to answer; without them, the model writes the "
-        "user turns itself, from the beginning of its chat template (Magpie, arXiv "
-        "2406.08464), or whole texts if it has no template",
+        description="files of prompts to answer (default: the model writes user turns "
+        "from the beginning of its chat template (Magpie, arXiv 2406.08464), or whole "
+        "texts if it has no template)",
     )
-    number: int | None = Field(
-        None, ge=1, description="chats to write (default 1000, or one per prompt)"
+    num_chats: int | None = Field(
+        None,
+        ge=1,
+        description="number of chats to write (default: 1000, or one per prompt)",
     )
     system: str | None = Field(
         None,
-        description="system prompt of chats without one (default: the chat template's)",
+        description="system prompt for chats that have none (default: that of the chat "
+        "template)",
     )
     temperature: float = Field(
         0.8, ge=0, description="temperature of the responses; 0 is greedy"
     )
     top_p: float = Field(0.95, gt=0, le=1, description="top-p of the responses")
-    max_tokens: int = Field(512, ge=1, description="most tokens of a response")
-    prompt_tokens: int = Field(
-        64, ge=1, description="tokens at a text's beginning that form the prompt"
+    max_tokens: int = Field(
+        512, ge=1, description="maximum number of tokens in a response"
     )
-    max_length: int = Field(
+    prompt_tokens: PromptTokens = 64
+    max_model_len: int = Field(
         2048,
         ge=2,
-        description="most tokens of prompt and response; longer prompts are skipped",
+        description="maximum number of tokens in prompt and response; longer prompts "
+        "are skipped",
     )
-    batch: int = Field(
+    batch_size: int = Field(
         256,
         ge=1,
-        description="chats generated together; a killed run loses one batch at most",
+        description="chats generated at once; a run that is killed loses at most one "
+        "batch",
     )
-    precision: Literal["auto", "bfloat16", "float32"] = Field(
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",
-        description="dtype; auto: the model's, or float32 on CPUs without bfloat16 "
-        "instructions",
+        description="dtype of the model; auto: as stored, or float32 on a CPU without "
+        "bfloat16 instructions",
     )
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of KV cache, for machines whose memory is shared (default: "
-        "all free memory)",
+        description="size of the KV cache in GiB (default: free memory)",
     )
-    seed: int = Field(0, description="seed; each chat derives its own from it")
+    seed: int = Field(
+        0, description="seed, from which each chat derives its own seed"
+    )
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -150,15 +176,34 @@ class TrainingOptions(Options):
             "device",
             "evaluation_tokens",
             "license",
-            "states_cache_gb",
+            "states_cache_gib",
             "learning_rate",
             "base_learning_rate",
             "stem_learning_rate",
         }
     )
+    basic = frozenset(
+        {
+            "model",
+            "data",
+            "out",
+            "steps",
+            "epochs",
+            "batch_size",
+            "num_speculative_tokens",
+            "evaluate_every",
+            "dtype",
+            "license",
+            "exit_layers",
+            "layers",
+            "rank",
+            "recipe",
+            "train_vocab_size",
+        }
+    )
 
     model: str = Field(
-        description="target: a causal LM folder or hub name that transformers can load"
+        description="target: a causal LM folder or Hub name that transformers can load"
     )
     data: tuple[str, ...] = Field(
         min_length=1,
@@ -167,28 +212,29 @@ class TrainingOptions(Options):
     )
     out: str = Field(
         description=(
-            "heads folder to write; a stopped run continues from its checkpoint there"
+            "heads folder to write; the same command continues from a checkpoint in it"
         )
     )
     train_on_prompts: bool = Field(
         False,
-        description="include prompts in the loss if the data separates prompts from "
+        description="also learn prompts, where the data separates prompts from "
         "responses",
     )
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(
-        None, ge=1, description="optimiser steps (default: set by --epochs)"
+        None, ge=1, description="optimizer steps (default: set by --epochs)"
     )
     sequence_length: int = Field(
         1024, ge=8, description="tokens per packed window"
     )
     batch_size: int = Field(
-        16, ge=1, description="windows per optimiser step, over all processes"
+        16, ge=1, description="windows per optimizer step, over all processes"
     )
     accumulation: int = Field(
         1,
         ge=1,
-        description="parts in which a step's windows are computed, to save memory",
+        description="number of parts in which a step computes its windows, to save "
+        "memory",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
@@ -202,80 +248,77 @@ class TrainingOptions(Options):
         0.03,
         ge=0,
         lt=1,
-        description="share of the steps with a rising rate; a cosine follows",
+        description="fraction of the steps in which the learning rate rises; a cosine "
+        "follows",
     )
     betas: Annotated[tuple[float, float], COMMAS] = Field(
         (0.9, 0.95),
-        description="AdamW's betas (DynaMo, A.1; the others name none); the first is "
-        "Muon's momentum",
+        description="betas of AdamW (DynaMo, A.1); the first is the momentum of Muon",
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     gradient_clip: float = Field(
         1.0,
         gt=0,
-        description="largest gradient norm, separately for heads and base model",
+        description="maximum gradient norm, separately for heads and base model",
     )
     position_share: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of the positions from which a step learns",
+        description="fraction of the positions from which a step learns, resampled in "
+        "every step",
     )
-    precision: Literal["bfloat16", "float32"] = Field(
+    dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16",
         description="dtype of the target and of autocast; the heads' master weights "
         "stay float32",
     )
-    stored_dtype: Literal["bfloat16", "float16", "float32"] = Field(
+    save_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="dtype of the saved heads"
     )
-    held_out: float = Field(
+    held_out_fraction: float = Field(
         0.02,
         gt=0,
         lt=0.5,
-        description="share of the prompts and texts held out for evaluation",
+        description="fraction of the prompts and texts held out for evaluation",
     )
     evaluation_tokens: int = Field(
-        65_536, ge=1, description="held-out tokens that an evaluation reads"
+        65_536, ge=1, description="number of held-out tokens per evaluation"
     )
     evaluate_every: int | None = Field(
         None,
         ge=1,
-        description="steps between further evaluations; the weights of the best one "
-        "are written",
+        description="steps between evaluations during training; the weights of the "
+        "best one are written",
     )
     patience: int | None = Field(
         None,
         ge=1,
-        description="stop after this many evaluations without 0.1 % more accepted "
+        description="stop after this many evaluations that do not accept 0.1 % more "
         "held-out drafts",
     )
     states_cache: str | None = Field(
         None,
-        description="folder that caches the frozen target's states for further "
-        "epochs and runs on the data",
+        description="folder that caches the states of the frozen target for later "
+        "epochs and runs on the same data",
     )
-    states_cache_gb: float = Field(
-        20.0, gt=0, description="size limit of that folder in GB"
+    states_cache_gib: float = Field(
+        20.0, gt=0, description="maximum size of --states-cache in GiB"
     )
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     num_speculative_tokens: int = Field(
-        3, ge=1, le=16, description="drafts per step that the heads recommend"
+        3,
+        ge=1,
+        le=16,
+        description="drafts per step for which the heads are trained, or which they "
+        "recommend",
     )
     seed: int = Field(
         0, description="seed of the initial heads and of the order of the data"
     )
-    device: str = Field(
-        "auto",
-        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
-    )
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False
-    license: str = Field(
-        "other",
-        pattern=r"^[a-z0-9.-]+$",
-        description="licence of the heads for their model card, as the Hub names it, "
-        "such as apache-2.0",
-    )
+    license: License = "other"
 
     @field_validator("betas")
     @classmethod
@@ -296,8 +339,8 @@ class FullOptions(TrainingOptions):
 
     recipe: Literal["heads", "full"] = Field(
         "heads",
-        description="train the heads alone, or the base model with them (the papers; "
-        "writes OUT/base)",
+        description="train only the heads, or also the base model (the papers; writes "
+        "OUT/base)",
     )
     base_learning_rate: float = Field(
         1e-5,
@@ -312,12 +355,24 @@ class FullOptions(TrainingOptions):
         "probabilities; the rest is the negative log-likelihood of the data",
     )
     distillation_top_k: int = Field(
-        16, ge=1, le=256, description="number of likeliest tokens to distil"
+        16, ge=1, le=256, description="number of likeliest tokens to distill"
     )
 
 
 class CalibrationOptions(Options):
     """Measure how many drafts of a heads folder are accepted, and store the best setting in it."""
+
+    basic = frozenset(
+        {
+            "heads",
+            "data",
+            "model",
+            "num_prompts",
+            "output_len",
+            "num_speculative_tokens",
+            "dtype",
+        }
+    )
 
     heads: str = Field(
         description="heads folder to measure; calibration.json is written into it"
@@ -329,39 +384,36 @@ class CalibrationOptions(Options):
     )
     model: str | None = Field(
         None,
-        validation_alias=AliasChoices("model", "target"),
-        description="target (default: that of the heads)",
+        description="target (default: the target that the heads name)",
     )
-    prompts: int = Field(
+    num_prompts: int = Field(
         64, ge=1, description="number of prompts, from records or pieces of texts"
     )
-    prompt_tokens: int = Field(
-        64, ge=1, description="length of a prompt taken from a text, in tokens"
-    )
-    new_tokens: int = Field(
-        128, ge=2, description="tokens the target writes after each prompt"
+    prompt_tokens: PromptTokens = 64
+    output_len: int = Field(
+        128, ge=2, description="tokens that the target writes after each prompt"
     )
     temperature: float = Field(
         0.8, gt=0, description="temperature of the sampled texts"
     )
-    drafts: int = Field(
-        5, ge=1, le=16, description="most drafts per step to consider"
+    num_speculative_tokens: int = Field(
+        5,
+        ge=1,
+        le=16,
+        description="maximum number of drafts per step to consider",
     )
-    eps: Annotated[tuple[Share, ...], COMMAS] = Field(
+    eps_b: Annotated[tuple[Share, ...], COMMAS] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),
         min_length=1,
-        description="DynaMo's back-off thresholds eps_b to compare",
+        description="back-off thresholds of DynaMo heads to compare",
     )
-    batch: int = Field(16, ge=1, description="texts computed together")
+    batch_size: int = Field(16, ge=1, description="texts computed at once")
     recommend: bool = Field(
-        True, description="write the best setting into the heads' config"
+        True, description="write the best setting into config.json of the heads"
     )
-    precision: Literal["bfloat16", "float32"] = Field(
-        "float32", description="dtype in which the target computes"
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "float32", description="dtype of the target"
     )
     seed: int = Field(0, description="seed of the sampled texts")
-    device: str = Field(
-        "auto",
-        description="cpu, cuda, cuda:1, ...; auto uses a GPU if there is one",
-    )
+    device: Device = "auto"
     trust_remote_code: TrustRemoteCode = False

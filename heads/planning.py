@@ -147,16 +147,17 @@ def advice(heads: str, target: str, chosen: dict[str, Any]) -> str:
     speedup = chosen["predicted_speedup"]
     if speedup <= 1:
         return (
-            f"These heads are predicted to gain nothing on this text ({speedup:.2f} "
-            "of vLLM's tokens per second): train them on more text of more varied "
-            "kinds, or serve without them."
+            f"Predicted gain on this text: none ({speedup:.2f} of vLLM's tokens per "
+            "second). Train the heads on more and more varied text, or serve without "
+            "them."
         )
     command = shlex.join(["vllm", "serve", target, "--speculative-model", heads])
     return (
         f"Predicted speed-up at batch 1: {speedup:.2f}, from "
         f"{chosen['acceptance_length']:.3f} tokens in a step of "
-        f"{chosen['cycle_in_passes']:.3f} passes. This counts the weights read, not "
-        f"the host's work: measure it with `ppd bench decode`.\n\n    {command}"
+        f"{chosen['cycle_in_passes']:.3f} passes. The prediction counts the weights that "
+        "are read, not the work of the host. Measure with `ppd bench decode`.\n\n"
+        f"    {command}"
     )
 
 

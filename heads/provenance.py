@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,19 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git": _commit(),
-        "versions": _versions(),
+        "versions": versions(),
         "machine": machine(),
         **facts,
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Installed versions of the relevant packages and of Python."""
-    installed = {"python": platform.python_version()}
+    installed = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    return installed | {"python": platform.python_version()}
 
 
 def machine() -> str:

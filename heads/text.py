@@ -47,13 +47,17 @@ def first_problem(
             value).
     """
     problem = error.errors(include_url=False, include_context=False)[0]
-    message = shortened(problem["msg"].removeprefix("Value error, "), 120)
+    message = problem["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").split(", unable to")[
+        0
+    ]
+    message = shortened(message, 120)
     if not problem["loc"]:  # the message names the fields
         return message
     path = [str(part) for part in problem["loc"]]
     field = ".".join(path) if named is None else named(path[0])
     if problem["type"] == "missing":
-        return f"{field}: {message}"
+        return f"{field} is required"
     return f"{field}={quoted(problem['input'])}: {message}"
 
 
@@ -71,7 +75,7 @@ def in_words(value: Any) -> str:
     """A JSON value on one line without its brackets: lists with commas, objects as
     `name: value`.
     """
-    if value in (None, [], {}):
+    if value in (None, [], (), {}):
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -81,7 +85,7 @@ def in_words(value: Any) -> str:
         return ", ".join(
             f"{name}: {in_words(item)}" for name, item in value.items()
         )
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value))
     return str(value)
 

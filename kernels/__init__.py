@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure tensor functions: each has a torch reference, and a faster kernel beside it if one pays."""
+"""Pure tensor functions: each has a torch reference, and a Triton kernel where that is faster."""

@@ -28,7 +28,7 @@ def posterior(
     log_weights: Tensor,  # [rows, r], before the token
     log_factor: Tensor,  # [rows, r], each expert's log-probability of the token
 ) -> Tensor:
-    """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised:
+    """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalized:
     [rows, r].
 
     A token that every expert rules out leaves the weights as they were.
@@ -48,7 +48,7 @@ def mixture(
 
     As printed, eq. 13 lacks the factor of position s itself, and eq. 12 and 13 give the
     joint probability with the tokens before s, whereas sampling needs the conditional.
-    Both are corrected here: the posterior weights are normalised, so the result is a
+    Both are corrected here: the posterior weights are normalized, so the result is a
     distribution wherever the factors are.
     """
     log_weights = torch.log_softmax(at_least_float32(log_weights), dim=-1)

@@ -281,7 +281,7 @@ BLOCK_R = 16  # entries at a time per candidate
 MOST_HEADS = 3
 EDGE = math.exp(
     -1 / (2 * 0.8**2)
-)  # the edge of a Gaussian of size 3 whose centre is 1
+)  # the edge of a Gaussian of size 3 whose center is 1
 
 
 @triton.jit
@@ -305,7 +305,7 @@ def _blurred(
     total,
     floor,
     free,  # axes of more than one entry
-    centre,
+    center,
     edge,
     HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -320,7 +320,7 @@ def _blurred(
         beside = tl.zeros((BLOCK,), tl.int64)
         for axis in tl.static_range(HEADS):  # from the last on
             shift = number // WIDTH**axis % WIDTH - BLUR
-            weight *= edge if shift != 0 else centre
+            weight *= edge if shift != 0 else center
             place = entry // K**axis % K + shift
             size = tl.where(axis < free, K, 1)
             beside += _near(place, size) * K**axis
@@ -404,7 +404,7 @@ def _draw_ngrams(
     sampling: Sampling,
     scratch,  # [rows, entries of the highest order] float32
     tokens,
-    centre,
+    center,
     edge,
     rows,
     HEADS: tl.constexpr,
@@ -447,7 +447,7 @@ def _draw_ngrams(
                     total,
                     floor,
                     free,
-                    centre,
+                    center,
                     edge,
                     HEADS,
                     K,
@@ -516,7 +516,7 @@ def draw_ngrams(
     heads, rows, k = top.ids.shape
     if heads > MOST_HEADS or (adaptive and blur not in (1, 3)):
         return joint.draw_ngrams(joints, likeliest, top, blur, adaptive, sampling)
-    centre = 1 / (1 + 2 * EDGE) if blur == 3 else 1.0
+    center = 1 / (1 + 2 * EDGE) if blur == 3 else 1.0
     tokens = torch.empty_like(likeliest.tokens)
     _draw_ngrams[(rows,)](
         tuple(joints),
@@ -525,8 +525,8 @@ def draw_ngrams(
         sampling,
         torch.empty(rows, k**heads, dtype=torch.float32, device=tokens.device),
         tokens,
-        centre,
-        EDGE * centre,
+        center,
+        EDGE * center,
         rows,
         HEADS=heads,
         K=k,

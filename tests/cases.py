@@ -260,29 +260,29 @@ WHOLE = ("cp", {"rank": 2, "factorised": False, "condition": "none"})
 DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 # Every case must hold for each of them. "heads" names what is filled in as the model: a kind of
 # heads and how they are made.
-MIDDLE = {"method": "ppd", "exit_layer": 3}
+MIDDLE = {"method": "early", "exit_layer": 3}
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": MIDDLE,
     # Under tensor parallelism gamma needs all of values, token IDs and probabilities.
     "heads": {
-        "method": "ppd",
+        "method": "early",
         "num_speculative_tokens": 2,
         "gamma": 0.03,
         "heads": HAND_MADE,
     },
     "classifiers": {
-        "method": "ppd",
+        "method": "early",
         "exit_layer": 4,
         "gamma": 0.02,
         "heads": CLASSIFIERS,
     },
     "last": {
-        "method": "ppd",
+        "method": "early",
         "exit_layer": 5,
         "num_speculative_tokens": 7,
         "draft_sample_method": "greedy",
     },
-    "exits": {"method": "ppd", "exit_layer": [2, 4], "adaptive": True},
+    "exits": {"method": "early", "exit_layer": [2, 4], "adaptive": True},
     "cut-off": MIDDLE | {"disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
@@ -307,7 +307,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "heads": ("dynamo", {"mask_entries": 0}),
     },
     "lookup": MIDDLE | {"prompt_lookup_min": 1},
-    "lookup-alone": {"method": "ppd", "prompt_lookup_min": 1},
+    "lookup-alone": {"method": "lookup", "prompt_lookup_min": 1},
     "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
     "dynamo-lookup": DYNAMO | LOOKUP,
     "recurrent": {

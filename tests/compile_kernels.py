@@ -47,7 +47,7 @@ class Target:
 def main() -> None:
     variants: set[tuple[str, str]] = (
         set()
-    )  # of the code, one a kernel and specialisation
+    )  # of the code, one a kernel and specialization
     launch = JITFunction.run
 
     def compile_only(

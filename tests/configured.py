@@ -2,6 +2,8 @@
 """vLLM's configuration as a user's flags or arguments give it, up to where a model would load."""
 
 import shlex
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,17 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 register()
+
+
+def serve_parser() -> FlexibleArgumentParser:
+    """The parser of `vllm serve`."""
+    places = ("launchers", "common")  # of vLLM 0.32, and of 0.33
+    (place,) = [p for p in places if find_spec(f"vllm.entrypoints.{p}.cli_args")]
+    cli_args = import_module(f"vllm.entrypoints.{place}.cli_args")
+    parser: FlexibleArgumentParser = cli_args.make_arg_parser(
+        FlexibleArgumentParser()
+    )
+    return parser
 
 
 def from_flags(model: Path, flags: str) -> Any:

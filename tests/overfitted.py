@@ -57,9 +57,7 @@ def fit(
     if kind == "dynamo":
         # A random model's own distribution is nearly flat
         options = {"distillation": 0.0, **options}
-    recipe = untrained(
-        model, kind, out=str(out), stored_dtype="float32", **options
-    )
+    recipe = untrained(model, kind, out=str(out), save_dtype="float32", **options)
     if kind in ("cp", "recurrent"):
         recipe.start_from(iter([packed(sequences)]))
         flat = packed(sequences).input_ids.flatten()
@@ -70,7 +68,7 @@ def fit(
         {"params": group["params"], "lr": group["peak"]}
         for group in recipe.groups(3e-3)
     ]
-    optimiser = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(groups)
     parts = [packed(sequences[first::4]) for first in range(4)]
     states = {
         id(part): recipe.states(part) for part in parts
@@ -78,9 +76,9 @@ def fit(
     recipe.states = lambda batch: states[id(batch)]  # type: ignore[method-assign]
     for step in range(steps):
         loss, _ = recipe.loss(parts[step % 4])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     if kind == "dynamo" and recipe.options.mask_entries:
         chunks = [np.array(tokens) for tokens in sequences]
         recipe.cooccurrence = CoOccurrence.from_tokens(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints of a tiny model, as compressed-tensors, AutoAWQ and GPTQ write them."""
+"""Quantized checkpoints of a tiny model, as compressed-tensors, AutoAWQ and GPTQ write them."""
 
 import json
 import shutil
@@ -109,7 +109,7 @@ def dtype(kind: str) -> str:
     return "float32" if takes_float32 else "bfloat16"
 
 
-def quantise(model: Path, folder: Path, kind: str) -> Path:
+def quantize(model: Path, folder: Path, kind: str) -> Path:
     """Write a model's linear layers in a format, and the rest as it is."""
     write, config = FORMATS[kind]
     shutil.copytree(model, folder, dirs_exist_ok=True)

@@ -31,15 +31,15 @@ DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
 HEADS = DEMO / "heads"
 # Flags of each method's server.
 METHODS = {
-    "early": f"--speculative-model {HEADS}/early --ppd-exit-layer 5 --ppd-adaptive false",
-    "cp": f"--speculative-model {HEADS}/cp --ppd-adaptive false",
+    "early": f"--speculative-model {HEADS}/early --ppd-exit-layer 5 --no-ppd-adaptive",
+    "cp": f"--speculative-model {HEADS}/cp --no-ppd-adaptive",
     "cp-lookup": (
-        f"--speculative-model {HEADS}/cp --ppd-prompt-lookup-min 3 --ppd-adaptive false"
+        f"--speculative-model {HEADS}/cp --ppd-prompt-lookup-min 3 --no-ppd-adaptive"
     ),
     "dynamo": (
-        f"--speculative-model {HEADS}/dynamo --spec-tokens 2 --ppd-adaptive false"
+        f"--speculative-model {HEADS}/dynamo --spec-tokens 2 --no-ppd-adaptive"
     ),
-    "group": "--speculative-model ppd --ppd-exit-layer 6 --pipeline-parallel-size 2",
+    "group": "--speculative-model group --ppd-exit-layer 6 --pipeline-parallel-size 2",
 }
 CACHE = "--num-gpu-blocks-override 24 --block-size 32 --max-num-seqs 16"
 AT_ONCE = 24

@@ -4,6 +4,7 @@ not import it.
 """
 
 import ctypes
+import importlib.metadata
 import os
 import signal
 import sys
@@ -30,6 +31,11 @@ def on_end_of_parent(number: signal.Signals) -> None:
     """Ask the system to send this process a signal when its parent ends, however that does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number)
+
+
+def version() -> str:
+    """The version of this package."""
+    return importlib.metadata.version("vllm-ppd")
 
 
 def current() -> Any:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
 OURS = "vllm_ppd."  # beginning of the paths of our classes
-# vLLM starts this worker for every method but a worker group
 WORKER = f"{ENGINE}.worker.DraftingWorker"
 # Its scheduler, by whether vLLM schedules asynchronously
 SCHEDULERS = {
@@ -38,9 +37,9 @@ class MethodSpec:
     writes_ahead: bool = False
     options: tuple[str, ...] = ()  # options of this method only
     request_options: tuple[str, ...] = ()  # the same for request options
-    # Worker of both stages and scheduler, of a method with a worker group
-    group_worker: str = ""
-    group_scheduler: str = ""
+    stages: int = 1  # pipeline stages; with 2 the method is a worker group
+    worker: str = WORKER
+    scheduler: str = ""  # in place of SCHEDULERS
 
 
 EARLY = MethodSpec(
@@ -53,13 +52,20 @@ EARLY = MethodSpec(
     options=("exit_layer", "gamma"),
 )
 METHODS: dict[str, MethodSpec] = {
-    "ppd": replace(
-        EARLY,
-        options=(*EARLY.options, "candidates", "heads"),
-        group_worker=f"{METHOD}.group.runner.GroupWorker",
-        group_scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
+    "early": EARLY,
+    "lookup": MethodSpec(
+        "prompt lookup",
+        drafter=f"{ENGINE}.lookup.LookupDrafter",
+        looks_up_alone=True,
     ),
-    "paradecode": EARLY,
+    "group": replace(
+        EARLY,
+        title="a worker group",
+        options=("exit_layer", "candidates"),
+        stages=2,
+        worker=f"{METHOD}.group.runner.GroupWorker",
+        scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
+    ),
     "cp": MethodSpec(
         "CP drafting",
         drafter=f"{METHOD}.cp.CPDrafter",
@@ -77,11 +83,6 @@ METHODS: dict[str, MethodSpec] = {
         options=("eps_b", "verify", "draft_vocab_size"),
         request_options=("eps_b",),
     ),
-    "lookup": MethodSpec(
-        "prompt lookup",
-        drafter=f"{ENGINE}.lookup.LookupDrafter",
-        looks_up_alone=True,
-    ),
     "recurrent": MethodSpec(
         "recurrent drafting",
         drafter=f"{METHOD}.recurrent.RecurrentDrafter",
@@ -91,9 +92,13 @@ METHODS: dict[str, MethodSpec] = {
     ),
 }
 
-# The first method of each kind of heads.
-METHOD_OF_HEADS = {
-    method.heads: name
-    for name, method in reversed(METHODS.items())
-    if method.heads is not None
-}
+# Stands for the method of the heads, the options or the pipeline stages, or of the
+# heads that are found, or for lookup (config/naming.py)
+PPD = "ppd"
+PPD_OPTIONS = ("heads",)  # of no other method
+ALIASES = (PPD, "paradecode")  # the second is another name of early
+
+
+def names() -> list[str]:
+    """The names by which a user may ask for a method."""
+    return [*METHODS, *ALIASES]

@@ -147,7 +147,7 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
     Raises:
         BenchError: if the model is not of the Llama family.
     """
-    config = read_json_object(model / "config.json", "give a model folder")
+    config = read_json_object(model / "config.json", "pass a model folder")
     if config["model_type"] not in FAMILIES:
         raise BenchError(
             f"{model}: model_type {config['model_type']!r} is not one of "

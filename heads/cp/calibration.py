@@ -58,7 +58,7 @@ def drafted(
     index_of = columns(ids, target.vocab_size)
     size = rows_a_chunk(target.unembedding) // (head.factors * head.rank + 2)
     chances = []
-    for some, windows in texts.batches(calibration.options.batch):
+    for some, windows in texts.batches(calibration.options.batch_size):
         with calibration.autocast():
             states = target.run(windows, head.layers)
             hidden = texts.reading(head.read(states), windows)

@@ -32,7 +32,6 @@ Rank = Annotated[int, Field(ge=1, le=64, description="experts of the mixture")]
 class Experts(BaseModel):
     """The shape of a CP head, which its configuration and the options of its training share."""
 
-    positions: Positions = 4
     rank: Rank = 3
     factorised: bool = Field(
         True,
@@ -85,12 +84,6 @@ class Experts(BaseModel):
             raise ValueError(
                 f"layers={self.layers} must be ascending and at least 1"
             )
-        drafts = self.num_speculative_tokens
-        if drafts > self.positions - 1:
-            raise ValueError(
-                f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not "
-                f"{self.positions}"
-            )
         if self.condition == "recurrent" and not self.factorised:
             raise ValueError(
                 "condition 'recurrent' needs factorised heads; use 'none'"
@@ -106,7 +99,7 @@ class ChainOptions(FullOptions):
     optimizer: Literal["adamw", "muon"] = Field(
         "muon",
         description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
-        "alone (the papers name no optimiser)",
+        "alone (the papers name no optimizer)",
     )
     decay: float = Field(
         0.8,
@@ -154,6 +147,11 @@ class CPOptions(ChainOptions, Experts):
         description="initial weights of the base model (full recipe); random is the "
         "paper's choice",
     )
+
+    @property
+    def positions(self) -> int:
+        """Positions of the joint: one verified token and the drafts."""
+        return self.num_speculative_tokens + 1
 
     @model_validator(mode="after")
     def _fits(self) -> CPOptions:
@@ -219,7 +217,6 @@ class CPConfig(ChainConfig, Experts):
 
     kind = "cp"
     architecture = "CPHead"
-    method = "cp"
     options = CPOptions
     tensor_names = r"cp\.(gate|transforms|classifiers)$"
 
@@ -231,6 +228,12 @@ class CPConfig(ChainConfig, Experts):
 
     @model_validator(mode="after")
     def _within_the_target(self) -> CPConfig:
+        drafts = self.num_speculative_tokens
+        if drafts > self.positions - 1:
+            raise ValueError(
+                f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not "
+                f"{self.positions}"
+            )
         if self.layers and self.layers[-1] >= self.target.num_hidden_layers:
             raise ValueError(
                 f"layers names layer {self.layers[-1]}, but the target has "

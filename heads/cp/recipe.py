@@ -50,7 +50,7 @@ class CPRecipe(HeadsRecipe):
     states that all share.
     """
 
-    reach_option = "--positions"
+    reach_option = "--num-speculative-tokens"
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
@@ -371,7 +371,8 @@ class CPRecipe(HeadsRecipe):
         return CPConfig(
             **self.target.description(),
             **options.model_dump(include=set(Experts.model_fields)),
-            dtype=options.stored_dtype,
+            positions=options.positions,
+            dtype=options.save_dtype,
             **self.drafted_tokens(),
         )
 
@@ -389,7 +390,7 @@ def root_mean_square(values: Tensor) -> float:
 def ridge(
     pairs: Iterable[tuple[Tensor, Tensor]], size: int
 ) -> tuple[Tensor, float]:
-    """A ridge regression in which each block of inputs is penalised by its own scale.
+    """A ridge regression in which each block of inputs is penalized by its own scale.
 
     Args:
         pairs: inputs [rows, in] and what they are to predict [rows, out].

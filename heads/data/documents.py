@@ -2,7 +2,7 @@
 """The documents of the files that a user names, as text or as the token IDs that vLLM's
 server makes, and their prompts: a record's own, or pieces of its text.
 
-vLLM tokenises a completion's prompt with special tokens (for many models a BOS token),
+vLLM tokenizes a completion's prompt with special tokens (for many models a BOS token),
 and a chat without, since its template has written them already.
 """
 
@@ -33,7 +33,7 @@ from vllm_ppd.heads.data.records import (
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, shortened
 
-BATCH = 64  # documents tokenised at once
+BATCH = 64  # documents tokenized at once
 LONGEST_SUMMARY = 200  # characters
 NO_RESPONSE = "a prompt without a response"
 MARK = "\ue000"  # a character that no template writes itself
@@ -211,7 +211,7 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         raise TrainingError(
             f"{where} is a chat, but this model's tokenizer has no chat template; "
-            "give 'text' instead"
+            "use 'text' instead"
         )
     messages = chat.messages
     if system and messages[0]["role"] != "system":
@@ -344,7 +344,7 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
     if len(ids) and max(ids) >= vocab_size:
         raise TrainingError(
             f"the data has token id {max(ids)}, but the model has {vocab_size} "
-            "tokens; give data for the model's own tokenizer"
+            "tokens; use data for the tokenizer of the model"
         )
 
 

@@ -23,7 +23,7 @@ LOOKED_AT = 1024  # records of each file that are checked before a model loads
 PIECE = 1 << 18  # characters of a plain text file that make one document
 LINES = {".jsonl", ".ndjson"}
 RECORDS = {*LINES, ".json"}
-FORMS = "give .jsonl, .json or text files"
+FORMS = "pass .jsonl, .json or text files"
 
 
 class Skipped(Exception):
@@ -167,7 +167,7 @@ def _string(columns: dict[str, Any], name: str, where: str) -> str:
 
 
 def readable(text: str) -> str:
-    """A text with characters that can be tokenised, or Skipped."""
+    """A text with characters that can be tokenized, or Skipped."""
     if not text:
         raise Skipped("the text is empty")
     try:

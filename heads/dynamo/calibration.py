@@ -63,7 +63,7 @@ def drafted(
     keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
     chances: dict[Key, list[Tensor]] = defaultdict(list)
     limits: dict[Key, list[Tensor]] = defaultdict(list)
-    for some, windows in texts.batches(calibration.options.batch):
+    for some, windows in texts.batches(calibration.options.batch_size):
         generated = texts.generated[some]
         final, *states = (
             texts.reading(s, windows)
@@ -146,7 +146,7 @@ def rows(
     counts = drafted(
         calibration,
         texts,
-        calibration.options.eps,
+        calibration.options.eps_b,
         token_ids,
     )
     made = [

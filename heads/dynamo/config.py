@@ -113,11 +113,11 @@ class DynaMoOptions(FullOptions):
         lt=1,
         description="share of the steps with a rising learning rate (A.1: 1 %)",
     )
-    tokens: int = Field(
-        3, ge=2, le=4, description="n of DynaMo-Tn; heads 2..n are trained"
-    )
     num_speculative_tokens: int = Field(
-        2, ge=1, le=3, description="drafts per step that the heads recommend"
+        2,
+        ge=1,
+        le=3,
+        description="number of draft layers to train: n - 1 of DynaMo-Tn",
     )
     stem_learning_rate: float = Field(
         1e-6, ge=0, description="LR_MB, learning rate of the heads in the stem"
@@ -132,6 +132,11 @@ class DynaMoOptions(FullOptions):
         ge=0,
         description="co-occurring n-grams to keep per order; 0 disables the mask",
     )
+
+    @property
+    def tokens(self) -> int:
+        """n of DynaMo-Tn: tokens of the joint, head 1 included."""
+        return self.num_speculative_tokens + 1
 
 
 class Row(Counts):
@@ -157,7 +162,6 @@ class DynaMoConfig(HeadsConfig):
 
     kind = "dynamo"
     architecture = "DynaMoHeads"
-    method = "dynamo"
     options = DynaMoOptions
     parts = DynaMoParts
     tensor_names = r"head\.\d+\.|cooccurrence\."

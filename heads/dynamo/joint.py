@@ -44,7 +44,7 @@ class JointChoice:
 
     @cached_property
     def joints(self) -> list[Tensor]:
-        """The joint of each order from 1, [rows, k_1, ..., k_m]: penalised, and
+        """The joint of each order from 1, [rows, k_1, ..., k_m]: penalized, and
         thresholded in rows of that order.
         """
         return cut(self.uncut, self.likeliest, self.blur, self.adaptive)
@@ -120,7 +120,7 @@ class Candidates(NamedTuple):
             eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
         eps_b = eps_b.float()
         # A peak above its floor passes every threshold, so n and the likeliest n-gram
-        # need no thresholding where nothing is penalised.
+        # need no thresholding where nothing is penalized.
         peaks = Peaks(*(part[:most] for part in self.peaks))
         joints = self.uncut[:most]
         is_penalised = settings.repetition_penalty != 1
@@ -143,7 +143,7 @@ class Candidates(NamedTuple):
         context: Tensor | None,
     ) -> list[Tensor]:
         """The joints of each order from 1: divided by their sums, thresholded and
-        penalised.
+        penalized.
         """
         ids = top.token_ids
         seen = None
@@ -151,7 +151,7 @@ class Candidates(NamedTuple):
             recent = context[:, None]
             seen = [(of_head[..., None] == recent).any(-1) for of_head in ids]
             if top.first_token is not None:
-                # The token is already emitted, so it is not penalised.
+                # The token is already emitted, so it is not penalized.
                 seen[0] = torch.zeros_like(seen[0])
         eps = torch.where(eps_b.isnan(), settings.eps_b, eps_b)
         sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)

@@ -86,7 +86,7 @@ class DynaMoRecipe(HeadsRecipe):
         ).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
 
-    reach_option = "--tokens"
+    reach_option = "--num-speculative-tokens"
 
     @property
     def reach(self) -> dict[str, int]:
@@ -245,10 +245,8 @@ class DynaMoRecipe(HeadsRecipe):
             },
             cooccurrence_entries=entries,
             draft_vocab_size=draft_vocab_size,
-            num_speculative_tokens=min(
-                options.num_speculative_tokens, options.tokens - 1
-            ),
-            dtype=options.stored_dtype,
+            num_speculative_tokens=options.num_speculative_tokens,
+            dtype=options.save_dtype,
         )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
     layers = heads.exit_layers
     size = rows_a_chunk(target.unembedding)
     measured: list[Tensor] = []  # [layers, 2, rows], ranks and chances
-    for some, windows in texts.batches(calibration.options.batch):
+    for some, windows in texts.batches(calibration.options.batch_size):
         with calibration.autocast():
             states = target.run(windows, layers)
         final = texts.reading(states.final, windows)
@@ -101,7 +101,7 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
 
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
-    drafts = range(1, calibration.options.drafts + 1)
+    drafts = range(1, calibration.options.num_speculative_tokens + 1)
     measured = {
         name: read_exits(calibration, texts)
         for name, texts in calibration.texts()

@@ -102,7 +102,6 @@ class EarlyConfig(HeadsConfig):
 
     kind = "early"
     architecture = "EarlyHeads"
-    method = "ppd"
     options = EarlyOptions
     parts = EarlyParts
     tensor_names = r"exit\.\d+\.(transform|classifier)$"

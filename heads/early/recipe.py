@@ -175,7 +175,7 @@ class EarlyRecipe(HeadsRecipe):
             exit_layers=sorted(set(exits)),
             head=self.options.head,
             num_speculative_tokens=self.options.num_speculative_tokens,
-            dtype=self.options.stored_dtype,
+            dtype=self.options.save_dtype,
         )
 
     def tensors(self) -> dict[str, Tensor]:

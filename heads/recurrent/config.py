@@ -62,7 +62,7 @@ class RecurrentOptions(ChainOptions):
     )
     scale_input: bool = Field(
         False,
-        description="normalise the target's state first, as in some of IBM's heads",
+        description="normalize the target's state first, as in some of IBM's heads",
     )
     start: Literal["ridge", "random"] = Field(
         "ridge",
@@ -78,7 +78,6 @@ class RecurrentConfig(ChainConfig):
     model_config = ConfigDict(extra="allow")
     kind = "recurrent"
     architecture = ARCHITECTURES[0]
-    method = "recurrent"
     options = RecurrentOptions
     tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
     files_beside = (COUNTS_NAME,)
@@ -124,7 +123,7 @@ class RecurrentConfig(ChainConfig):
     )
     scale_input: bool = Field(
         False,
-        description="the target's state is normalised and divided by sqrt(2)",
+        description="the target's state is normalized and divided by sqrt(2)",
     )
 
     @classmethod

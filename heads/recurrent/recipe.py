@@ -33,7 +33,7 @@ class RecurrentRecipe(CPRecipe):
         if options.start == "ridge" and config.inner != twice:
             raise TrainingError(
                 f"--inner-size {config.inner}: a ridge regression needs a state of "
-                f"twice the model's width, {twice}; leave it out, or add --start random"
+                f"twice the model's width, {twice}; remove it, or add --start random"
             )
         generator = torch.Generator().manual_seed(options.seed)
         tensors = {}
@@ -119,7 +119,7 @@ class RecurrentRecipe(CPRecipe):
             num_speculative_tokens=options.num_speculative_tokens,
             tie_weights=options.tie_weights,
             scale_input=options.scale_input,
-            dtype=options.stored_dtype,
+            dtype=options.save_dtype,
             **self.drafted_tokens(),
         )
 

@@ -166,7 +166,7 @@ def unfinished_run(
         if facts is None and (out / CONFIG_NAME).exists():
             raise TrainingError(
                 f"--out {str(out)!r} already holds heads or a model; delete it or "
-                "give another folder"
+                "use another folder"
             )
         essence = options.essence() | {"processes": processes.num_processes}
         if facts is None:

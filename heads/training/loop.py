@@ -33,7 +33,7 @@ from vllm_ppd.heads.training.checkpoint import (
 )
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.recipe import Recipe
-from vllm_ppd.heads.training.states import GB, StatesCache
+from vllm_ppd.heads.training.states import GIB, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
@@ -131,7 +131,7 @@ class Run:
         self._check_options(full)
         processes.say(f"loading {options.model}")
         # The full recipe's updates of the base model are too small for bfloat16.
-        dtype = torch.float32 if full else getattr(torch, options.precision)
+        dtype = torch.float32 if full else getattr(torch, options.dtype)
         target = Target(
             options.model,
             processes.device,
@@ -154,13 +154,13 @@ class Run:
                 options.data,
                 target.tokenizer,
                 target.vocab_size,
-                options.held_out,
+                options.held_out_fraction,
                 options.sequence_length,
                 options.train_on_prompts,
             )
         self.store = store
         if options.states_cache is not None:
-            most_bytes = int(options.states_cache_gb * GB)
+            most_bytes = int(options.states_cache_gib * GIB)
             folder = Path(options.states_cache)
             recipe.cache = StatesCache(
                 folder, target, store, recipe.reads, most_bytes
@@ -223,9 +223,9 @@ class Run:
         recipe = self.recipe
         store = self.store
         parts = sorted(recipe.reach.items(), key=lambda item: item[1])
-        instead = "give longer responses"
+        instead = "add longer responses"
         if recipe.reach_option is not None:
-            instead += f", or a smaller {recipe.reach_option}"
+            instead += f", or lower {recipe.reach_option}"
         for part, length in parts:
             row = f"{length} tokens in a row"
             if not store.has_rows("train", length):
@@ -240,7 +240,7 @@ class Run:
             elif not store.has_rows("held_out", length, self.held_out_windows):
                 self.processes.say(
                     f"{part} is not evaluated: no held-out response has {row} within "
-                    "--evaluation-tokens; give more of them, or a larger --held-out"
+                    "--evaluation-tokens; add data, or raise --held-out-fraction"
                 )
 
     def _continue(self) -> None:
@@ -308,7 +308,7 @@ class Run:
         }
 
     def speed(self) -> Speed:
-        """Time optimiser steps."""
+        """Time optimizer steps."""
         # The first one warms up and caches its states, which the next one reads.
         steps = (0, 0, 1)
         seconds = []
@@ -364,7 +364,7 @@ class Run:
         for batch in self.order.batches(
             step, options.accumulation * world, rank, world
         ):
-            with processes.arithmetic(options.precision):
+            with processes.arithmetic(options.dtype):
                 loss, counts = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
             total = total + loss.detach().float()
@@ -381,7 +381,7 @@ class Run:
         return mean, stops > 0
 
     def _update(self, loss: float | None) -> None:
-        """One optimiser step with the schedule's learning rate.
+        """One optimizer step with the schedule's learning rate.
 
         Raises:
             TrainingError: if the gradient is not finite.
@@ -432,7 +432,7 @@ class Run:
             for start in range(0, windows, size):
                 some = range(start, min(start + size, windows))
                 batch = self.store.batch("held_out", some)
-                with processes.arithmetic(options.precision):
+                with processes.arithmetic(options.dtype):
                     loss, counts = recipe.loss(batch.to(processes.device))
                 total += float(loss) * len(some) / windows
                 for name, value in counts.items():

@@ -120,7 +120,7 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
-        """The loss to minimise (a mean over the tokens that count), and counts for
+        """The loss to minimize (a mean over the tokens that count), and counts for
         summary().
 
         Outside of training the counts include accepted_counts. They are empty if no
@@ -144,7 +144,7 @@ class Recipe(nn.Module, ABC):
         """Readable figures from the summed counts, which may lack parts of which nothing counts."""
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """The optimiser's parameter groups; `peak` is each group's highest learning rate."""
+        """The optimizer's parameter groups; `peak` is each group's highest learning rate."""
         return [
             {
                 "params": [p for p in self.parameters() if p.requires_grad],
@@ -172,7 +172,7 @@ class HeadsRecipe(Recipe):
         self.base = target.model if self.full else None
 
     def base_groups(self) -> list[dict[str, Any]]:
-        """The optimiser's group of a trained base model, for AdamW, since it has
+        """The optimizer's group of a trained base model, for AdamW, since it has
         embeddings; else empty.
         """
         if self.base is None:

@@ -23,7 +23,7 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 
 FORMAT = 3  # incremented when the same target and tokens give different files
-GB = 1e9
+GIB = 1 << 30
 
 
 class Reads(NamedTuple):
@@ -151,16 +151,16 @@ class StatesCache:
         others = sum(path.stat().st_size for path in files)
         if needed + others > most_bytes:
             raise TrainingError(
-                f"--states-cache needs {needed / GB:.2f} GB besides the "
-                f"{others / GB:.2f} GB of other data there, but --states-cache-gb "
-                f"allows {most_bytes / GB:g}; raise it, or delete old folders in "
+                f"--states-cache needs {needed / GIB:.2f} GiB besides the "
+                f"{others / GIB:.2f} GiB of other data there, but --states-cache-gib "
+                f"allows {most_bytes / GIB:g}; raise it, or delete old folders in "
                 f"{place(folder)}"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
-                f"--states-cache needs {needed / GB:.2f} GB, but the disk of "
-                f"{place(folder)} has {free / GB:.2f} GB free; give another folder, "
-                "or leave the cache out"
+                f"--states-cache needs {needed / GIB:.2f} GiB, but the disk of "
+                f"{place(folder)} has {free / GIB:.2f} GiB free; use another folder, "
+                "or do not cache"
             )

@@ -170,7 +170,7 @@ class Target:
         )
 
     def forget(self, seed: int) -> None:
-        """Replace all weights by random ones, initialised by the model's class."""
+        """Replace all weights by random ones, initialized by the model's class."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fresh = type(self.model)(self.model.config)
@@ -315,7 +315,7 @@ def packed_masks(
     """Attention masks of packed documents [windows, length], by kind of layer if the
     family has two kinds.
 
-    transformers recognises documents by their position ids, which restart at zero.
+    transformers recognizes documents by their position ids, which restart at zero.
     """
     from transformers.masking_utils import (
         create_causal_mask,

@@ -159,7 +159,7 @@ class TokenStore:
             if count < length + 1:
                 raise TrainingError(
                     f"the data holds {count} {split.replace('_', '-')} tokens, "
-                    f"but a window needs {length}; give more data, or a smaller "
+                    f"but a window needs {length}; add data, or lower "
                     "--sequence-length"
                 )
             self.tokens[split] = np.memmap(self._path(split), TOKEN, "r")
@@ -261,7 +261,7 @@ class TokenStore:
         return digest_of_value([FORMAT, stamp, *settings, self.train_on_prompts])
 
     def _write(self, documents: Documents) -> None:
-        """Tokenise all documents into the two files."""
+        """Tokenize all documents into the two files."""
         end = self.tokenizer.eos_token_id
         control = control_tokens(self.tokenizer)
         train, held_out = map(self._path, SPLITS)
@@ -269,7 +269,7 @@ class TokenStore:
             file = train_file
             for document in tqdm(
                 documents.tokens(),
-                desc="tokenising",
+                desc="tokenizing",
                 unit=" documents",
                 mininterval=1,
             ):
@@ -300,7 +300,7 @@ class TokenStore:
         if not any(counts):
             skips = f"; {documents.skips()}" if documents.skipped else ""
             raise TrainingError(
-                f"the data is empty ({len(documents.files)} files{skips}); give .jsonl "
+                f"the data is empty ({len(documents.files)} files{skips}); pass .jsonl "
                 "or text files with texts or responses, or --train-on-prompts"
             )
         if counts[1] > counts[0]:  # most records have one prompt

@@ -25,7 +25,7 @@ CP = str(DEMO.parent / "heads" / "cp")
 
 def options(**changes: Any) -> DecodeOptions:
     return DecodeOptions(
-        **{"model": "model", "data": ("a.jsonl",), "plain": "none", **changes}
+        **{"model": "model", "data": ("a.jsonl",), "baselines": "none", **changes}
     )
 
 
@@ -39,8 +39,8 @@ def command(tmp_path: Path) -> list[str]:
     ]
     data = write(tmp_path / "prompts.jsonl", *records)
     command = (
-        f"bench decode --model {DEMO} --data {data} --heads {CP} --plain none --eager "
-        "--new-tokens 16 --batch-sizes 2 --rounds 2 --dtype float32 "
+        f"bench decode --model {DEMO} --data {data} --heads {CP} --baselines none --enforce-eager "
+        "--output-len 16 --batch-sizes 2 --rounds 2 --dtype float32 "
         f"--kv-cache-gib 0.05 --out {tmp_path}/out.json"
     )
     return command.split()
@@ -94,7 +94,7 @@ def test_acceptance_of_all_prompts(
 ) -> None:
     """And a system that does not start is left out."""
     broken = 'broken={"method": "ngram", "num_speculative_tokens": -1}'
-    flags = ["--acceptance", "--batch-sizes=3", f"--also={broken}"]
+    flags = ["--acceptance", "--batch-sizes=3", f"--contender={broken}"]
     assert main([*command, *flags]) == 0
     measured = turns(tmp_path)
     # Four prompts of each category, in batches of at most three.
@@ -122,22 +122,22 @@ def named(**changes: Any) -> dict[str, Any]:
 
 def test_systems(tmp_path: Path) -> None:
     also = (
-        'lookup={"model": "ppd"}',
+        'found={"model": "ppd"}',
         'two={"method": "ngram", "engine": {"tensor_parallel_size": 2}}',
     )
     systems = named(
         heads=(CP,),
-        plain="ppd,ngram",
-        drafts=16,
-        also=also,
+        baselines="lookup,ngram",
+        num_speculative_tokens=16,
+        contender=also,
     )
     names = [
         BASE,
         CONTROL,
         "cp",
-        "ppd, no heads",
-        "ngram",
         "lookup",
+        "ngram",
+        "found",
         "two",
     ]
     assert list(systems) == names
@@ -149,7 +149,7 @@ def test_systems(tmp_path: Path) -> None:
 
 
 def test_acceptance_has_drafts_in_every_step() -> None:
-    systems = named(heads=(CP,), plain="ngram", acceptance=True)
+    systems = named(heads=(CP,), baselines="ngram", acceptance=True)
     assert list(systems) == [BASE, "cp", "ngram"]
     assert systems["cp"].speculative_config["adaptive"] is False
     assert "adaptive" not in systems["ngram"].speculative_config
@@ -169,9 +169,9 @@ def test_worker_groups_are_compared_with_pipelines() -> None:
     ("changes", "message"),
     [
         ({"eagle": "nowhere"}, "--eagle nowhere has no config"),
-        ({"also": ('{"method": "ppd"}',)}, "not NAME="),
+        ({"contender": ('{"method": "ppd"}',)}, "not NAME="),
         (
-            {"plain": "ngram", "also": ("ngram={}",)},
+            {"baselines": "ngram", "contender": ("ngram={}",)},
             "two systems have the name 'ngram'",
         ),
         ({"group": "1", "heads": ("a", "b")}, "a single folder of early heads"),
@@ -216,7 +216,7 @@ def test_categories_take_turns(tmp_path: Path) -> None:
     data = write(tmp_path / "a.jsonl", *records)
     prompts = read_prompts((data,), str(DEMO), 9)
     assert [prompt.category for prompt in prompts] == ["a", "b", "a"]
-    trials = acceptance_trials(options(batch_sizes="1", prompts=2), prompts)
+    trials = acceptance_trials(options(batch_sizes="1", num_prompts=2), prompts)
     assert [trial.place["category"] for trial in trials] == ["a", "b"]
 
 

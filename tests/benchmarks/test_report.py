@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of results: ratios within a round, accepted drafts, and every stored file."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cells_of
+from conftest import ROOT, cells_of
 
+from vllm_ppd.benchmarks import pictures
 from vllm_ppd.benchmarks.report import (
+    MARKS,
     RESULTS,
     acceptance_table,
     category_table,
-    section,
+    page,
     speed_table,
     speed_up,
 )
@@ -123,10 +127,39 @@ def test_acceptance_by_system_and_category() -> None:
     assert "same text" not in acceptance_table(run)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem
-)
-def test_stored_results_are_readable(path: Any) -> None:
-    text = section(path)
-    assert text.startswith("## ") and "commit " in text
-    assert len(cells_of(text)) > 1
+PAGES = sorted(RESULTS.glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_pages_have_the_stored_results(path: Path) -> None:
+    text = path.read_text()
+    assert page(text) == text, "python -m vllm_ppd.benchmarks.report --page"
+
+
+def test_every_result_is_on_one_page() -> None:
+    named = [
+        name for path in PAGES for _, name, _ in MARKS.findall(path.read_text())
+    ]
+    stored = [path.stem for path in RESULTS.glob("*.json")]
+    assert sorted(named) == sorted([*stored, "predicted"])
+
+
+def test_documented_intervals_are_stored() -> None:
+    stored = "".join(path.read_text() for path in PAGES)
+    for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
+        for interval in re.findall(
+            r"\d\.\d\d \([\d.]+ to [\d.]+\)", path.read_text()
+        ):
+            assert interval in stored, f"{path}: {interval}"
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """All are drawn, and those in the tree have the same texts."""
+    pictures.main(tmp_path)
+    drawn = {path.name: texts_of(path) for path in tmp_path.iterdir()}
+    kept = {path.name: texts_of(path) for path in (RESULTS / "plots").iterdir()}
+    assert drawn == kept
+
+
+def texts_of(path: Path) -> list[str]:
+    return re.findall("<text[^>]*>([^<]+)</text>", path.read_text())

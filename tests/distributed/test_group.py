@@ -38,17 +38,17 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 # The first stage in two stacks: candidates run through two layers, the rest waits for
 # the target's choice.
 CANDIDATES = {
-    "method": "ppd",
+    "method": "group",
     "candidates": 3,
     "exit_layer": 4,
     "num_speculative_tokens": 5,
     "heads": ("hand-made", {"exit_layers": (4,), "noise": 0.05}),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "one candidate": {"method": "ppd"},
+    "one candidate": {"method": "group"},
     "candidates": CANDIDATES,
     "late": {
-        "method": "ppd",
+        "method": "group",
         "candidates": 8,
         "exit_layer": 5,
         "num_speculative_tokens": 1,
@@ -287,7 +287,7 @@ def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its
     norms are of another kind.
     """
-    options = {"method": "ppd", "candidates": 3, "exit_layer": 4}
+    options = {"method": "group", "candidates": 3, "exit_layer": 4}
     answers = []
     with counting(group(options, family)) as seen:
         for llm in (group(options, family), engine(family=family)):

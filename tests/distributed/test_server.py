@@ -106,7 +106,7 @@ def test_start_up_line(server: Server) -> None:
     log = server.log.read_text().splitlines()
     (line,) = [line for line in log if "vllm-ppd: drafting" in line]
     for part in (
-        "method ppd",
+        "method early",
         "exit layer 1 of 2",
         "heads /",
         f"{DRAFTS} drafts",

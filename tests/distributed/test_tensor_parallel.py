@@ -48,7 +48,7 @@ def test_two_ranks(
             "arrivals_and_aborts",
         ):
             assert CASES[case](llm) == alone(case)
-    assert (seen["deferred_steps"] > 0) == (options["method"] == "ppd")
+    assert (seen["deferred_steps"] > 0) == (options["method"] == "early")
 
 
 @pytest.mark.full
@@ -62,7 +62,7 @@ def test_two_ranks_adaptive(
 ) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     options = {
-        "method": "ppd",
+        "method": "early",
         "exit_layer": 5,
         "adaptive": True,
         "step_costs": "measure",

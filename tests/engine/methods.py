@@ -9,7 +9,7 @@ from cases import DYNAMO, PLAIN, VARIANTS
 from conftest import DEMO
 
 METHODS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 5},
+    "early": {"method": "early", "exit_layer": 5},
     "cp": {"method": "cp", "heads": PLAIN},
     "dynamo": DYNAMO,
 }
@@ -19,7 +19,7 @@ HEADS = DEMO.parent / "heads"
 # The same with the demo model's heads
 ON_DEMO: dict[str, dict[str, Any]] = {
     "early": {
-        "method": "ppd",
+        "method": "early",
         "model": str(HEADS / "early"),
         "exit_layer": 6,
         "num_speculative_tokens": 3,

@@ -39,7 +39,10 @@ def calibration(
     def opened(heads: str) -> Calibration:
         return open_calibration(
             CalibrationOptions(
-                heads=heads, data=(str(data),), prompts=24, prompt_tokens=PROMPT
+                heads=heads,
+                data=(str(data),),
+                num_prompts=24,
+                prompt_tokens=PROMPT,
             )
         )
 
@@ -70,7 +73,7 @@ RECURRENT = "cp, recurrent"  # fitted here
 CP = {"method": "cp", "num_speculative_tokens": 3}
 DYNAMO = {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
+    "early": {"method": "early", "exit_layer": EXIT, "num_speculative_tokens": 3},
     "cp": CP | {"draft_vocab_size": WHOLE},
     "dynamo": DYNAMO | {"draft_vocab_size": WHOLE},
     "cp, 1024 tokens": CP | {"draft_vocab_size": 1024},

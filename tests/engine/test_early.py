@@ -33,7 +33,7 @@ from vllm_ppd.vllm_plugins.methods.early.speculator import GraphsByExit
 
 pytestmark = pytest.mark.engine
 EARLY = METHODS["early"]
-EXITS = {"method": "ppd", "exit_layer": [3, 5], "adaptive": "table"}
+EXITS = {"method": "early", "exit_layer": [3, 5], "adaptive": "table"}
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_cut_is_exact(
         return hidden
 
     monkeypatch.setattr(DeferredKVCut, "forward", compare)
-    llm = start_engine(tiny_model(family), {"method": "ppd", "exit_layer": 4})
+    llm = start_engine(tiny_model(family), {"method": "early", "exit_layer": 4})
     with accepting(llm) as seen:
         assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert seen["deferred_steps"] > 5

@@ -41,7 +41,11 @@ def model(
 def engine(model: Path) -> generation.OfflineEngine:
     """One for all tests, which `ppd data` is given as well."""
     options = DataOptions(
-        model=str(model), out="-", batch=4, max_length=128, precision="float32"
+        model=str(model),
+        out="-",
+        batch_size=4,
+        max_model_len=128,
+        dtype="float32",
     )
     engine = generation.OfflineEngine(options)
     keep_alive(engine)
@@ -101,8 +105,8 @@ def test_chats_are_answered_and_trained_on(
     chats = [{"messages": [{"role": "user", "content": text}]} for text in texts]
     asked = write(tmp_path / "asked.jsonl", *chats)
     flags = [
-        "--batch=4",
-        "--max-length=128",
+        "--batch-size=4",
+        "--max-model-len=128",
         "--max-tokens=24",
         "--temperature=1",
     ]
@@ -123,7 +127,7 @@ def test_chats_are_answered_and_trained_on(
         assert (chat["token_ids"][-1] == words.eos_token_id) == (
             chat["finish_reason"] == "stop"
         )
-    assert written("parts.jsonl", "--number", "2") == whole[:2]
+    assert written("parts.jsonl", "--num-chats", "2") == whole[:2]
     assert written("parts.jsonl") == whole
     heads = tmp_path / "heads"
     places = [
@@ -167,7 +171,7 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     )
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    arguments = arguments_of(precision="bfloat16")
+    arguments = arguments_of(dtype="bfloat16")
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
     assert arguments["dtype"] == "bfloat16"
     assert 0 < arguments["kv_cache_memory_bytes"] <= generation.CPU_CACHE

@@ -14,7 +14,7 @@ NAN = float("nan")
 INF = float("inf")
 # The tensor that is damaged, of which number, and the module that reads it
 DAMAGES: dict[str, tuple[str, tuple[int, ...], str]] = {
-    "ppd": ("", (1, 2), "early.drafter"),
+    "early": ("", (1, 2), "early.drafter"),
     "cp": ("cp.transforms", (1, 0, 2, 3), "cp"),  # of the first draft
     "dynamo": ("head.2.input_layernorm.weight", (3,), "dynamo"),
 }
@@ -26,8 +26,8 @@ DAMAGES: dict[str, tuple[str, tuple[int, ...], str]] = {
     [
         ("cp", {"draft_vocab_size": 150}, INF),
         ("cp", {"draft_sample_method": "greedy"}, NAN),
-        ("ppd", {"gamma": 0.05}, INF),
-        ("ppd", {"exit_layer": 3, "draft_sample_method": "greedy"}, NAN),
+        ("early", {"gamma": 0.05}, INF),
+        ("early", {"exit_layer": 3, "draft_sample_method": "greedy"}, NAN),
         ("dynamo", {"eps_b": 0.0}, NAN),
         ("dynamo", {"draft_sample_method": "greedy"}, INF),
     ],
@@ -66,9 +66,8 @@ def test_damaged_heads_change_nothing(
             seed=4,
         ),
     ]
-    kind = "early" if method == "ppd" else method
     how = {"condition": "none"} if method == "cp" else {}
-    heads = {"method": method, "model": fitted_heads(kind, **how)}
+    heads = {"method": method, "model": fitted_heads(method, **how)}
     llm = start_engine(tiny_model(), heads | options)
     expected = generate(engine(on_v2=True), prompts(3), params)
     with our_log() as messages, counting(llm) as seen:

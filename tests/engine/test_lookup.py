@@ -40,7 +40,7 @@ def test_nothing_is_drafted_where_nothing_repeats(
 ) -> None:
     """Steps without a match are vLLM's, and drafts come as soon as a request has one."""
     options = {
-        "method": "ppd",
+        "method": "lookup",
         **LOOKUP,
         "adaptive": "table",
         "step_costs": "measure",

@@ -4,6 +4,7 @@ us is not touched.
 """
 
 import json
+from argparse import ArgumentParser
 from importlib.metadata import entry_points
 from typing import Any, get_args
 
@@ -24,7 +25,7 @@ from vllm_ppd.vllm_plugins.patches import install as patches
 from vllm_ppd.vllm_plugins.patches import start
 
 register()
-OURS = {"method": "ppd", "exit_layer": 3}
+OURS = {"method": "early", "exit_layer": 3}
 
 
 def test_the_entry_point_registers_once() -> None:
@@ -38,15 +39,13 @@ def test_the_entry_point_registers_once() -> None:
 def test_unsupported_vllm(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outside the range: one line, nothing patched but the refusal, and the range in
-    the refusal.
-    """
+    """Outside the range: one line, nothing patched but refusals, and the range in each."""
     wrapped: list[str] = []
     monkeypatch.setattr(patches, "vllm_version", lambda: "0.99.0")
     monkeypatch.setattr(patches, "wrap", lambda _, name, __: wrapped.append(name))
     with our_log() as messages:
         patches.install()
-    assert wrapped == ["excepthook", "create_speculative_config"]
+    assert wrapped == ["excepthook", "create_speculative_config", "add_cli_args"]
     assert len(messages) == 1 and "0.99.0" in messages[0]
 
     def started(**asked: Any) -> Any:
@@ -58,6 +57,11 @@ def test_unsupported_vllm(
     for asked in ({"speculative_config": OURS}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=refusal):
             started(**asked)
+    parser = patches.add_refused_flags(lambda parser: None, ArgumentParser())
+    for words in ("--speculative-model ./heads", "--no-ppd-adaptive"):
+        flag, *_ = words.split()
+        with pytest.raises(OptionError, match=f"^{flag}: .*{refusal}"):
+            parser.parse_args(words.split())
 
 
 def test_only_our_methods_take_min_p_and_logit_bias(tiny_model: Factory) -> None:

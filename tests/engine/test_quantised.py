@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised targets: greedy output is the quantised target's own, and drafts are
+"""Quantized targets: greedy output is the quantised target's own, and drafts are
 accepted, with every method.
 
 Which kernels vLLM takes depends on the processor. Where they take float32, tokens are
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 
 CP = VARIANTS["cp-recurrent"]
 METHODS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd", "exit_layer": 4},
+    "early": {"method": "early", "exit_layer": 4},
     "cp": CP,
     "cp-short": CP | {"draft_vocab_size": 100},
     "dynamo": DYNAMO,
@@ -68,7 +68,7 @@ def started(
         form = kind.removesuffix("-amx")
         target = made_once(
             f"quantised-{form}",
-            lambda folder: quantised.quantise(tiny_model(), folder, form),
+            lambda folder: quantised.quantize(tiny_model(), folder, form),
         )
         options = (
             None
@@ -153,7 +153,7 @@ def test_another_token_is_not_near_the_best(started: Factory) -> None:
 def test_quantised_lm_head_is_read_as_vllm_computes_it(
     started: Factory, tiny_model: Factory
 ) -> None:
-    """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
+    """The whole of it by vLLM's own product, a draft vocabulary by the dequantized rows."""
     target = drafter_of(started("w8a8-head", "cp-short")).target
     weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
     written = quantised.w8a8(weight)

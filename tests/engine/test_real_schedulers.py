@@ -33,7 +33,7 @@ def scheduler(tiny_model: Factory) -> Factory:
     """scheduler(rank, **settings): of one of two data-parallel engines that draft."""
 
     def get(rank: int, **settings: Any) -> DraftingScheduler:
-        options = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
+        options = {"method": "early", "exit_layer": 3, "adaptive": "table"}
         vllm_config = from_dict(
             tiny_model(), options, enable_prefix_caching=False, **settings
         )

@@ -86,7 +86,7 @@ def test_requests_repeat_from_the_prefix_cache(
     """vLLM pads a request that has one token to compute with placeholder drafts, which
     would take draws.
     """
-    llm = engine({"method": "ppd", "exit_layer": 3}, **CACHED)
+    llm = engine({"method": "early", "exit_layer": 3}, **CACHED)
     structured = {}
     if regex is not None:
         structured = {"structured_outputs": StructuredOutputsParams(regex=regex)}

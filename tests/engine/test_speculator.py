@@ -17,7 +17,7 @@ from waits import watching
 
 pytestmark = pytest.mark.engine
 MORE: dict[str, dict[str, Any]] = WITH_RECURRENT | {
-    "classifiers": {"method": "ppd", "gamma": 0.02, "heads": CLASSIFIERS},
+    "classifiers": {"method": "early", "gamma": 0.02, "heads": CLASSIFIERS},
     "cp-recurrent": {
         "method": "cp",
         "draft_vocab_size": 100,

@@ -43,7 +43,7 @@ from vllm_ppd.vllm_plugins.engine.dummy_steps import (
 )
 
 # What steps take when served does not count
-ADAPTIVE = {"method": "ppd", "exit_layer": 3, "adaptive": "table"}
+ADAPTIVE = {"method": "early", "exit_layer": 3, "adaptive": "table"}
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS)
@@ -155,7 +155,7 @@ def kept_in(model: Path, options: dict[str, Any]) -> Path:
 def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
     """So a start that measures replaces the file that later starts read."""
     files = [
-        kept_in(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})
+        kept_in(tiny_model(), {"method": "early", "exit_layer": 3, **options})
         for options in (
             {},
             {"step_costs": "measure"},

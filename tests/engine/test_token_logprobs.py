@@ -78,7 +78,7 @@ def test_as_vllm_alone_gives_them(
         answers(engine(), [request], [param])[0]
         for request, param in zip(requests, params, strict=True)
     ]
-    llm = engine({"method": "ppd", "exit_layer": 3})
+    llm = engine({"method": "early", "exit_layer": 3})
     with counting(llm) as seen:
         assert answers(llm, requests, params) == alone
     assert seen["drafted"] > 0

@@ -16,7 +16,7 @@ from waits import Waits
 
 pytestmark = pytest.mark.engine
 LOOKUP = {"prompt_lookup_min": 1}
-ALONE = {"method": "ppd", **LOOKUP}
+ALONE = {"method": "lookup", **LOOKUP}
 OUT = {"ppd_draft": False}
 LONG = prompts(1, 215)  # three chunks
 

@@ -64,7 +64,7 @@ model, eagle = sys.argv[1:]
 METHODS = {
     "alone": None,
     "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 2},
-    "ours": {"method": "ppd", "exit_layer": 3},
+    "ours": {"method": "early", "exit_layer": 3},
     "ngram": {
         "method": "ngram",
         "num_speculative_tokens": 3,

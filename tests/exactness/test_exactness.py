@@ -92,7 +92,7 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 HEADS = [
     name
     for name, options in VARIANTS.items()
-    if options["method"] != "ppd" and "prompt_lookup_min" not in options
+    if options["method"] != "early" and "prompt_lookup_min" not in options
 ]
 
 

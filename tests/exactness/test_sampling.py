@@ -53,7 +53,7 @@ def p_value(first: list[Any], second: list[Any]) -> float:
 
 
 def worst(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> float:
-    """The least p-value over each position's tokens and over pairs of neighbours."""
+    """The least p-value over each position's tokens and over pairs of neighbors."""
     singles = [
         p_value([s[i] for s in first], [s[i] for s in second])
         for i in range(TOKENS)
@@ -79,7 +79,7 @@ def expected(engine: Factory) -> Factory:
 
 
 SHORT = {"draft_vocab_size": 150}
-EARLY = {"method": "ppd", "exit_layer": 5}
+EARLY = {"method": "early", "exit_layer": 5}
 GREEDY = {"draft_sample_method": "greedy"}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "early": EARLY,
@@ -163,7 +163,7 @@ def is_right(values):
 model = sys.argv[1]
 options = {"method": "ngram", "num_speculative_tokens": 3}
 options |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-ours = start_engine(model, {"method": "ppd", "exit_layer": 3}, **BATCH)
+ours = start_engine(model, {"method": "early", "exit_layer": 3}, **BATCH)
 alone = start_engine(model, None, **BATCH)
 assert not is_right([0.25, 0.0, 0.75]), "vLLM's kernel needs no mending"
 mend_workers_to_come()

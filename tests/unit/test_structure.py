@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree: its size, who imports whom, licence headers, and a registration that
+"""The tree: its size, who imports whom, license headers, and a registration that
 imports nothing heavy.
 """
 

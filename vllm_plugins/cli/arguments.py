@@ -4,15 +4,36 @@ help and errors.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import first_problem, in_words
+
+# Flags of earlier versions, and those that took their place
+RENAMED = {
+    "--also": "--contender",
+    "--batch": "--batch-size",
+    "--drafts": "--num-speculative-tokens",
+    "--eager": "--enforce-eager",
+    "--eps": "--eps-b",
+    "--held-out": "--held-out-fraction",
+    "--max-length": "--max-model-len",
+    "--new-tokens": "--output-len",
+    "--number": "--num-chats",
+    "--plain": "--baselines",
+    "--positions": "--num-speculative-tokens, which is one less",
+    "--precision": "--dtype",
+    "--prompts": "--num-prompts",
+    "--states-cache-gb": "--states-cache-gib",
+    "--stored-dtype": "--save-dtype",
+    "--target": "--model",
+    "--tokens": "--num-speculative-tokens, which is one less",
+}
 
 
 class Command(NamedTuple):
@@ -23,6 +44,7 @@ class Command(NamedTuple):
     run: Callable[[Any], int]  # maps the options to the exit code
     options: type[BaseModel]
     positional: str | None = None  # the field that takes no flag
+    example: str = ""  # what follows the command's name
 
 
 class Group(NamedTuple):
@@ -53,7 +75,7 @@ def parse(
         UserError: on a word, or a value of a flag, that is not known.
     """
     first = words[0] if words else "--help"
-    if first in ("-h", "--help"):
+    if first == "-h" or first.startswith("--help"):
         width = max(map(len, table))
         names = "\n".join(
             f"  {name:<{width}}  {command.help}"
@@ -66,7 +88,7 @@ def parse(
         raise SystemExit(0)
     if first not in table:
         raise UserError(
-            f"unknown command {first!r}; give one of {', '.join(table)}"
+            f"unknown command {first!r}; use one of {', '.join(table)}"
         )
     command = table[first]
     prog = f"{prog} {first}"
@@ -76,36 +98,71 @@ def parse(
 
 
 def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel:
-    """Options from flags and, where these leave them out, from the YAML file of
+    """Options from flags and, where flags do not set them, from the YAML file of
     --config.
+
+    As in vLLM, --help=all lists every option, and --help=WORD those whose names have
+    the word; --help lists the basic ones.
 
     Raises:
         SystemExit: with 0 after help.
         UserError: on the first flag or value that the model refuses.
     """
+    searches = [word[7:] for word in words if word.startswith("--help=")]
+    fields = command.options.model_fields
+    shown: Any = getattr(command.options, "basic", None) or fields
+    epilog = ""
+    if command.example:
+        epilog = f"example:\n  {prog} {command.example}"
+    if len(shown) < len(fields):
+        epilog += (
+            f"\n\n`{prog} --help=all` lists all options, and --help=WORD those whose "
+            "names have the word."
+        )
+    if searches:
+        words = ["--help"]
+        word = searches[0].replace("-", "_")
+        shown = {name for name in fields if word == "all" or word in name}
     parser = Parser(
         prog=prog,
         description=command.description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for name, field in command.options.model_fields.items():
-        add_field(parser, name, field, name == command.positional)
+    for name, field in fields.items():
+        add_field(parser, name, field, name == command.positional, name in shown)
     parser.add_argument(
         "--config", help="YAML file of options; flags take precedence"
     )
+    refuse_renamed(words, parser)
     values = vars(parser.parse_args(words))
     file = values.pop("config", None)
     if file is not None:
-        values = from_yaml(file) | values
+        of_file = from_yaml(file)
+        refuse_renamed(map(flag_of, of_file), parser)
+        values = of_file | values
     try:
         return command.options(**values)
     except ValidationError as error:
         raise UserError(first_problem(error, flag_of)) from None
 
 
+def refuse_renamed(words: Iterable[str], parser: Parser) -> None:
+    """Refuse flags of earlier versions, whose names other commands may still have."""
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in RENAMED and flag not in parser._option_string_actions:
+            raise UserError(f"{flag} has a new name: {RENAMED[flag]}")
+
+
 def add_field(
-    parser: Parser, name: str, field: FieldInfo, positional: bool
+    parser: Parser,
+    name: str,
+    field: FieldInfo,
+    positional: bool,
+    is_shown: bool,
 ) -> None:
     """Add the flags of a field, or the positional argument that sets it."""
     about = (field.description or "").replace("%", "%%")
@@ -113,9 +170,11 @@ def add_field(
         about += " (required)"
     elif field.default not in (None, ()):
         about += f" (default: {in_words(field.default)})"
-    settings: dict[str, Any] = {"help": about}
+    settings: dict[str, Any] = {"help": about if is_shown else argparse.SUPPRESS}
     if field.annotation in (bool, bool | None):
         settings["action"] = argparse.BooleanOptionalAction
+    elif field.annotation in (int, int | None):
+        settings["metavar"] = "N"
     elif field.annotation == tuple[str, ...]:
         settings["action"] = "extend"
         settings["nargs"] = "+"
@@ -124,11 +183,7 @@ def add_field(
     if positional:
         parser.add_argument(name, metavar=name.upper(), **settings)
         return
-    names = [name]
-    if isinstance(field.validation_alias, AliasChoices):
-        names = [str(choice) for choice in field.validation_alias.choices]
-    flags = [flag_of(choice) for choice in names]
-    parser.add_argument(*flags, dest=name, **settings)
+    parser.add_argument(flag_of(name), dest=name, **settings)
 
 
 def flag_of(name: str) -> str:

@@ -72,7 +72,7 @@ def run(options: FitOptions) -> int:
     folder = Path(f"{out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(
-            f"--out {place(out)} already holds heads; delete it or give another folder"
+            f"--out {place(out)} already holds heads; delete it or use another folder"
         )
     with writing_folder(out):  # which training needs to write later
         pass
@@ -146,9 +146,9 @@ class Fit:
         shared = DataOptions(
             **self.shared,
             out=str(self.folder / "answers.jsonl"),
-            max_length=self.length,
+            max_model_len=self.length,
             max_tokens=min(RESPONSE, self.length // 2),
-            batch=256 if torch.cuda.is_available() else 64,
+            batch_size=256 if torch.cuda.is_available() else 64,
         )
         engine = cache(lambda: vllm_engine(shared))
         files = []
@@ -196,8 +196,8 @@ class Fit:
         if not training or not held_out:
             raise TrainingError(
                 f"the model wrote {len(training)} chats to train on and "
-                f"{len(held_out)} to hold out in the time; give more --minutes, or "
-                "more --prompts"
+                f"{len(held_out)} to hold out in the time; raise --minutes, or add "
+                "--prompts"
             )
         write_text(self.folder / "training.jsonl", "".join(training))
         write_text(self.folder / "held-out.jsonl", "".join(held_out.values()))
@@ -228,9 +228,9 @@ class Fit:
             "out": str(self.out),
             "sequence_length": length,
             "batch_size": 4,
-            "held_out": 0.08,
+            "held_out_fraction": 0.08,
             "evaluation_tokens": 32 * length,
-            "precision": "bfloat16" if fast else "float32",
+            "dtype": "bfloat16" if fast else "float32",
             "condition": "recurrent",
             # Higher ranks accept no more drafts on top of a recurrent state.
             "rank": 1,
@@ -277,11 +277,9 @@ class Fit:
                     **self.shared,
                     heads=str(self.out),
                     data=(str(data),),
-                    prompts=min(held_out, CALIBRATED),
-                    new_tokens=NEW_TOKENS,
-                    precision="bfloat16"
-                    if torch.cuda.is_available()
-                    else "float32",
+                    num_prompts=min(held_out, CALIBRATED),
+                    output_len=NEW_TOKENS,
+                    dtype="bfloat16" if torch.cuda.is_available() else "float32",
                 )
             )
 

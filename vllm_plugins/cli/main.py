@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from vllm_ppd.heads.data.records import check_data
 from vllm_ppd.heads.errors import (
@@ -29,6 +29,7 @@ from vllm_ppd.heads.options import (
     FitOptions,
     TrainingOptions,
 )
+from vllm_ppd.heads.provenance import versions
 from vllm_ppd.heads.text import LONGEST_MESSAGE, in_words, shortened
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group, Table, parse
 
@@ -39,10 +40,9 @@ class InspectOptions(BaseModel):
     heads: str = Field(
         description="heads folder, or ORGANIZATION/NAME[@REVISION] on the Hub"
     )
-    target: str | None = Field(
+    model: str | None = Field(
         None,
-        validation_alias=AliasChoices("target", "model"),
-        description="target to check against (default: the one that the heads name)",
+        description="target to check against (default: the target that the heads name)",
     )
 
 
@@ -52,9 +52,13 @@ def kinds() -> dict[str, Command]:
 
     commands = {}
     for kind, config in KINDS.items():
-        text = (config.options.__doc__ or "").strip()
+        text = " ".join(str(config.options.__doc__).split()).split(": ", 1)[-1]
         commands[kind] = Command(
-            text.split(": ", 1)[-1], text, train, config.options
+            text,
+            text,
+            train,
+            config.options,
+            example="--model MODEL --data chats.jsonl --out ./my-heads",
         )
     return commands
 
@@ -76,6 +80,7 @@ def benchmarks() -> dict[str, Command]:
             "speculative methods, in turns.",
             decode,
             resolve_name("vllm_ppd.benchmarks.systems:DecodeOptions"),
+            example="--model MODEL --data prompts.jsonl --heads ./my-heads",
         ),
     }
 
@@ -152,10 +157,10 @@ def inspect(options: InspectOptions) -> int:
     from vllm_ppd.heads.provenance import provenance_of
     from vllm_ppd.heads.target import check_on_disk, find_target
 
-    given = options.target
+    given = options.model
     if given and Path(given).is_dir() and not Path(given, CONFIG_NAME).is_file():
         raise HeadsError(
-            f"--target {given}: the folder has no {CONFIG_NAME}; give the folder of a "
+            f"--model {given}: the folder has no {CONFIG_NAME}; pass the folder of a "
             "model"
         )
     folder = whole_folder(options.heads, ["*.json"])
@@ -189,7 +194,7 @@ def inspect(options: InspectOptions) -> int:
         reason = f" {target!r}, which is not on this disk"
         verdict = (
             "not known: the folder is valid, but was not compared with its target"
-            f"{reason if target else ', which it does not name'} (give --target DIR)"
+            f"{reason if target else ', which it does not name'} (pass --model DIR)"
         )
     else:
         reason = f" ({other_weights})" if other_weights else ""
@@ -215,18 +220,20 @@ def _if_there(read: Callable[[], object]) -> str:
 COMMANDS: Table = {
     "fit": Command(
         "make heads for a model within a time limit",
-        "Write data, then train and calibrate heads, as well as this machine can "
-        "within a time limit. The same command resumes a stopped run.",
+        "Write data, then train and calibrate heads, within a time limit.\nThe same "
+        "command resumes a run that was stopped.",
         fit,
         FitOptions,
-        positional="model",
+        "model",
+        "Qwen/Qwen3-8B --minutes 60 --prompts prompts.jsonl",
     ),
     "data": Command(
         "let the target write training data",
-        "Let the target answer prompts, or write user turns and answer them. The "
+        "Let the target answer prompts, or write user turns and answer them.\nThe "
         "file has token IDs.",
         data,
         DataOptions,
+        example="--model MODEL --out chats.jsonl --num-chats 3000",
     ),
     "train": Group("train heads", "Train heads for a target model.", kinds),
     "calibrate": Command(
@@ -235,11 +242,12 @@ COMMANDS: Table = {
         "setting in it.",
         calibrate,
         CalibrationOptions,
-        positional="heads",
+        "heads",
+        "./my-heads --data held-out.jsonl",
     ),
     "bench": Group(
         "measure speeds and accepted drafts",
-        "Measure speeds against vLLM's own.",
+        "Compare speeds with those of vLLM.",
         benchmarks,
     ),
     "inspect": Command(
@@ -247,7 +255,8 @@ COMMANDS: Table = {
         "Describe heads, and check them as the server would.",
         inspect,
         InspectOptions,
-        positional="heads",
+        "heads",
+        "./my-heads --model MODEL",
     ),
 }
 
@@ -258,11 +267,15 @@ def main(
     """Run one of the commands; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
     about = (
-        "Train, measure and inspect heads for vllm-ppd."
+        "Train, measure and inspect heads for vllm-ppd. `ppd --version` prints "
+        "versions for bug reports."
         if table is COMMANDS
         else ""
     )
     try:
+        if "--version" in words:
+            print(in_words(versions()))
+            return 0
         with termination_as_interrupt():
             command, options = parse(words, table, prog, about)
             return command.run(options)
@@ -285,7 +298,7 @@ def _message(error: Exception) -> str:
         and error.strerror
     ):
         where = shortened(str(error.filename), LONGEST_MESSAGE // 2)
-        instead = "check its permissions, or give another path"
+        instead = "check its permissions, or use another path"
         return f"{where} cannot be read or written ({error.strerror}); {instead}"
     return text
 

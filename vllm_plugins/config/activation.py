@@ -16,7 +16,7 @@ from vllm_ppd.heads.target import check_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.found import fingerprint_at_hand, found_heads
-from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
+from vllm_ppd.vllm_plugins.config.naming import is_ours, with_method
 from vllm_ppd.vllm_plugins.config.options import (
     AUTO,
     CONFIG_KEY,
@@ -34,9 +34,9 @@ from vllm_ppd.vllm_plugins.config.refusals import (
     refuse_scheduling,
     refuse_target,
 )
-from vllm_ppd.vllm_plugins.config.resolve import is_open, resolve
+from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import ALIASES, METHODS, PPD
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,8 +68,8 @@ def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
     config = active_config(vllm_config)
     if config is None:
         raise RuntimeError(
-            f"{type(holder).__name__} is started by vllm-ppd itself; give method "
-            "'ppd' instead"
+            f"{type(holder).__name__} is started by vllm-ppd itself; set a method of "
+            "vllm-ppd instead"
         )
     return config
 
@@ -94,18 +94,21 @@ def activate(
         asked = _asked(args)
         config: DraftingConfig | None
         if is_ours(asked):
+            given = with_method(asked, parallel_config.pipeline_parallel_size)
             config = _resolved(
-                parse_options(with_method(asked)),
-                args,
-                model_config,
-                parallel_config,
+                parse_options(given), args, model_config, parallel_config
             )
+            name = asked.get("method", asked.get("model"))
+            if name in ALIASES:
+                logger.info(
+                    "vllm-ppd: method %s resolved to %s", name, config.method
+                )
             _rewrite(args, config)
         else:
             _refuse_flags(asked)
             config = active_config(args)  # the same arguments may be used twice
     if config is not None:
-        parallel_config.worker_cls = config.worker
+        parallel_config.worker_cls = config.spec.worker
     return config
 
 
@@ -143,10 +146,10 @@ def _asked(args: Any) -> dict[str, Any]:
         if name not in asked:
             asked[name] = value
             sources[name] = source
-        elif method_named(asked[name]) != method_named(value):
+        elif asked[name] != value:
             conflict = (
                 f"{sources[name]}={quoted(asked[name])} and {source}={quoted(value)} "
-                "differ; give only one of them"
+                "differ; set only one of them"
             )
     if conflict is not None and is_ours(asked):
         raise OptionError(conflict)
@@ -175,7 +178,7 @@ def _resolved(
         parallel_config=parallel_config,
         at_hand=at_hand,
     )
-    if not is_open(options, parallel_config.pipeline_parallel_size):
+    if options.method != PPD:
         return checked(options)
     found = []
     if options.heads == AUTO:
@@ -183,7 +186,7 @@ def _resolved(
     nexts = [*(f"heads {heads.model}" for heads in found[1:]), "lookups alone"]
     for heads, instead in zip(found, nexts, strict=False):
         try:
-            method = load_config(heads.model).method
+            method = load_config(heads.model).kind
             config = checked(
                 options.model_copy(
                     update={"method": method, "model": heads.model}
@@ -200,7 +203,7 @@ def _resolved(
             continue
         logger.info(
             "vllm-ppd: using heads %s: %s. --ppd-heads %s pins them; --ppd-heads none "
-            "leaves them out",
+            "uses none",
             heads.model,
             heads.reason,
             heads.model,
@@ -239,7 +242,6 @@ def _checked(
         options,
         model_config.hf_text_config.num_hidden_layers,
         heads,
-        parallel_config.pipeline_parallel_size,
         platform.is_cpu(),
     )
     refuse_scheduling(config, args)
@@ -269,7 +271,7 @@ def _checked_heads(
     elif heads.fingerprint.lm_head and not at_hand.lm_head:
         logger.info(
             "vllm-ppd: the target's lm_head was not compared with that of the heads' "
-            "target, as it is not on this disk yet, or is stored in another form"
+            "target, because it is not on this disk, or is stored in another form"
         )
     refuse_layers_read(heads, folder, model_config)
     check_folder(folder)
@@ -292,5 +294,5 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         CONFIG_KEY: config.model_dump_json(),
     }
     if config.stages > 1:
-        args.scheduler_cls = config.spec.group_scheduler
+        args.scheduler_cls = config.spec.scheduler
         args.async_scheduling = False

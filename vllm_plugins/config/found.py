@@ -75,7 +75,7 @@ def _travelling(model_config: ModelConfig) -> list[Found]:
         except MissingFile:
             return []
         except HeadsError as error:
-            logger.warning("vllm-ppd: not looking further on the Hub: %s", error)
+            logger.warning("vllm-ppd: heads on the Hub are not used: %s", error)
             return []
     elif not os.path.isdir(heads):
         return []
@@ -94,9 +94,9 @@ def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
         return []
     folders = sorted(os.path.realpath(link) for link in links.iterdir())
     promises = {folder: promise(folder) for folder in folders}
-    reason = "`ppd fit` has made them on this machine"
+    reason = "`ppd fit` made them on this machine"
     if len(folders) > 1:
-        reason += f", and of {len(folders)} their calibration promises most"
+        reason += f", and their calibration predicts the most of {len(folders)}"
     return [
         Found(folder, reason)
         for folder in sorted(folders, key=promises.__getitem__, reverse=True)

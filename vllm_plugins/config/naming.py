@@ -19,7 +19,13 @@ from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import AUTO, NONE, OptionError
-from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
+from vllm_ppd.vllm_plugins.registry import (
+    ALIASES,
+    METHODS,
+    PPD,
+    PPD_OPTIONS,
+    names,
+)
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -41,23 +47,25 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
     if not isinstance(method, str | None) or not isinstance(model, str | None):
         return True  # our options refuse it
     if method is None:
-        return model is not None and (model in METHODS or _names_heads(model))
-    ours = {*METHODS, *METHOD_OF_HEADS}
-    if method not in ours | platform.speculative_methods():
-        near = difflib.get_close_matches(method.lower(), sorted(ours), n=1)
+        return model is not None and (model in names() or _names_heads(model))
+    if method not in platform.speculative_methods().union(names()):
+        near = difflib.get_close_matches(method.lower(), names(), n=1)
         if near:
             raise OptionError(
                 f"speculative_config: unknown method {quoted(method)}; did you mean "
                 f"{near[0]!r}?"
             )
-    return method in ours
+    return method in names()
 
 
-def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
-    """A speculative_config with its names resolved to one of our methods and its heads.
+def with_method(
+    speculative_config: dict[str, Any], stages: int = 1
+) -> dict[str, Any]:
+    """A speculative_config with its names resolved to one of our methods, or PPD where
+    heads are still to be found, and its heads.
 
-    A method may be given as the model, or follow from the kind of the heads. Hub names
-    are pinned to a commit, so that every process has the same.
+    A method may be given as the model, and heads without a method. Hub names are pinned
+    to a commit, so that every process has the same.
 
     Raises:
         OptionError: if two heads are given.
@@ -65,29 +73,40 @@ def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
     """
     given = dict(speculative_config)
     model = given.get("model")
-    if "method" not in given and isinstance(model, str) and model in METHODS:
+    if "method" not in given and isinstance(model, str) and model in names():
         given["method"] = given.pop("model")
     heads = given.get("heads")
     if heads is not None and "model" in given:
         raise OptionError(
-            f"heads={quoted(heads)} and model={quoted(model)} are both given; give "
-            "only one of them"
+            f"heads={quoted(heads)} and model={quoted(model)} are both set; set only "
+            "one of them"
         )
-    is_named = isinstance(heads, str) and heads not in (AUTO, NONE)
-    if is_named and given.get("method") == "ppd":
-        del given["method"]
+    method = given.setdefault("method", PPD)
+    if method == PPD and isinstance(heads, str) and heads not in (AUTO, NONE):
         given["model"] = given.pop("heads")
     if isinstance(given.get("model"), str):
         given["model"] = pinned(os.path.expanduser(given["model"]), CONFIG_NAME)
-        if "method" not in given:
-            given["method"] = kind_of(given["model"])
-    given["method"] = method_named(given.get("method"))
+    if method in ALIASES:
+        given["method"] = fitting(given, stages) if method == PPD else "early"
+    if given["method"] != method:
+        return {name: given[name] for name in given if name not in PPD_OPTIONS}
     return given
 
 
-def method_named(name: Any) -> Any:
-    """The name of a method, for which a kind of heads may be given."""
-    return METHOD_OF_HEADS.get(name, name) if isinstance(name, str) else name
+def fitting(given: dict[str, Any], stages: int) -> str:
+    """The method that PPD stands for: that of the heads, of the options or of the
+    pipeline stages.
+
+    Where none of these decides it is PPD itself: an exit that was neither trained nor
+    calibrated often costs more than it gains.
+    """
+    method = PPD
+    if isinstance(given.get("model"), str):
+        method = kind_of(given["model"]) or "early"
+    elif not given.keys().isdisjoint(METHODS["early"].options):
+        method = "early"
+    is_group = stages > 1 or "candidates" in given
+    return "group" if is_group and method in (PPD, "early") else method
 
 
 def _names_heads(model: str) -> bool:
@@ -101,12 +120,12 @@ def _names_heads(model: str) -> bool:
         files = os.listdir(path)
         if CONFIG_NAME not in files and "params.json" not in files:
             raise OptionError(
-                f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give "
+                f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; set "
                 "a heads folder"
             )
         return is_heads_folder(path)
     if os.path.exists(path) and not model.endswith(".gguf"):
-        wrong = "is a file; give its folder"
+        wrong = "is a file; pass its folder"
     elif model.startswith(("./", "../", "/", "~")):
         wrong = "does not exist"
     elif VLLMS.fullmatch(model):
@@ -118,9 +137,9 @@ def _names_heads(model: str) -> bool:
             "is neither a method nor a folder" if model.strip() else "is empty"
         )
     raise OptionError(
-        f"speculative model {quoted(model)} {wrong}; give a method "
-        f"({', '.join(METHODS)}), a heads folder, or ORGANISATION/NAME on the Hub "
-        "(for a draft model, also vLLM's method)"
+        f"speculative model {quoted(model)} {wrong}; set a method "
+        f"({', '.join(names())}), a heads folder, or ORGANIZATION/NAME on the "
+        "Hub (for a draft model, also vLLM's method)"
     )
 
 
@@ -146,7 +165,7 @@ def _is_on_hub(model: str, serving: bool = False) -> bool:
         raise
     if not ours and name.revision is not None:
         raise OptionError(
-            f"speculative model {quoted(model)} has no heads; give a draft model's "
+            f"speculative model {quoted(model)} has no heads; set a draft model's "
             "revision as revision in --speculative-config"
         )
     return ours
@@ -200,7 +219,7 @@ def served_heads(
         if revision is not None:
             raise OptionError(
                 f"{quoted(model)} are heads, but --revision is the target's; name "
-                "them as ORGANISATION/NAME@REVISION and serve TARGET with "
+                "them as ORGANIZATION/NAME@REVISION and serve TARGET with "
                 "--speculative-model"
             )
         model = pinned(model, CONFIG_NAME)
@@ -208,17 +227,16 @@ def served_heads(
         return None
     config = check_folder(model)
     asked = {key.replace("-", "_"): value for key, value in (given or {}).items()}
-    method = asked.get("method") or config.kind
-    spec = METHODS.get(str(method_named(method)))
-    if spec is None or spec.heads != config.kind:
+    method = asked.get("method", PPD)
+    if method not in names():
         raise OptionError(
             f"speculative_config: method={quoted(method)} does not support "
-            f"{config.kind} heads, which {quoted(model)} holds; leave it out"
+            f"{config.kind} heads, which {quoted(model)} holds; remove it"
         )
     if asked.get("model") not in (None, model):
         raise OptionError(
             f"{quoted(model)} are heads, but speculative_config has another model; "
-            "serve the target, or leave one out"
+            "serve the target, or remove one"
         )
     another = "vllm serve TARGET --speculative-model HEADS"
     target = find_target(config.verifier, folder_of(model, CONFIG_NAME))

@@ -17,7 +17,7 @@ from pydantic import (
 from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import first_problem, quoted
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import METHODS, PPD, PPD_OPTIONS, names
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
@@ -55,103 +55,102 @@ class DraftingOptions(BaseModel):
     )
 
     method: str = Field(
-        "ppd",
+        PPD,
         description="drafting method: "
         + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
-        + "; without heads or an option of early drafting such as exit_layer, ppd means lookup",
+        + ". ppd stands for the method of the heads, for group with pipeline "
+        "parallelism, for early with exit_layer or gamma, and for lookup if no heads are "
+        "found. paradecode stands for early",
     )
     model: str | None = Field(
         None,
-        description="heads folder, or heads on the Hub "
-        "(ORGANISATION/NAME[@REVISION]); early drafting needs none: the exit is then "
-        "read through the target's final norm and LM head",
+        description="heads folder, or heads on the Hub (ORGANIZATION/NAME[@REVISION]). "
+        "early and group need none: an exit then goes through the final norm and the "
+        "LM head of the target",
     )
     heads: str = Field(
         AUTO,
-        description="heads of method ppd: auto (those in the model's subfolder ppd, or "
-        "those that `ppd fit` has made for it on this machine; none with an option "
-        "of early drafting or pipeline parallelism), none, or what model takes",
+        description="heads of method ppd: auto (those in the subfolder ppd of the model, "
+        "or those that `ppd fit` made for it on this machine), none, or a value of model",
     )
     num_speculative_tokens: Drafts = Field(
         3,
-        description="drafts per request and step (default 3, or what the heads "
-        "recommend; 5 with method lookup); with pipeline parallelism the worker "
-        "group emits up to one token more per step",
+        description="maximum number of drafts per request and step (default: 3, or "
+        "what the heads recommend; 5 with method lookup). A worker group emits up to "
+        "one token more per step",
     )
     exit_layer: int | list[int] | None = Field(
         None,
-        description="layer after which drafts are read (default: what the heads "
-        "recommend, or half of the layers, on a GPU a quarter), or ascending layers "
-        "such as [8, 16] (as a flag 8,16), of which each step takes the one that pays "
-        "most; with pipeline parallelism, the layer at which the stages are split, at "
-        "least half of the layers",
+        description="layer after which the target exits to draft (default: what the "
+        "heads recommend, or half of the layers, on a GPU a quarter), or ascending "
+        "layers such as [8, 16] (as a flag 8,16), from which each step takes the one "
+        "that is expected to gain most. In a worker group, the layer that splits the "
+        "stages, at least half of the layers",
     )
     gamma: Share = Field(
         0.0,
         lt=1,
-        description="confidence a draft must exceed (ParaDecode, eq. 1). All drafts "
-        "of a step are verified together, those below it, too",
+        description="confidence below which a request stops drafting (ParaDecode, "
+        "eq. 1). A step still verifies all of its drafts",
     )
     eps_b: Share | None = Field(
         None,
         le=1,
         description="back-off threshold of the joint (DynaMo, section 3.2.2): 0 "
-        "drafts all tokens, 1 none (default: what the heads recommend); requests may "
-        "set their own with vllm_xargs ppd_eps_b",
+        "drafts all tokens, 1 none (default: what the heads recommend). A request can "
+        "set its own with vllm_xargs ppd_eps_b",
     )
     verify: bool = Field(
         True,
-        description="false emits n-grams unverified, as in DynaMo's paper; this is "
-        "NOT the target's output",
+        description="false emits n-grams without verification, as in the paper on "
+        "DynaMo; the output is then NOT that of the target",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
-        description="how drafts of sampling requests are drawn: the likeliest token "
-        "(greedy), or a sample with the target's random numbers; in both cases the "
-        "output is the target's",
+        description="how sampling requests draft: the likeliest token (greedy), or a "
+        "sample with the random numbers of the target. Neither changes the output",
     )
     draft_vocab_size: Count | None = Field(
         None,
         ge=16,
-        description="draft only this many tokens, the most frequent in the heads' "
-        "training data; drafting then reads only their part of the LM head (default: "
-        "what the heads recommend; the vocabulary's size: all tokens)",
+        description="draft only from the N most frequent tokens of the training data "
+        "of the heads, with their rows of the LM head (default: what the heads "
+        "recommend; the size of the vocabulary means all tokens)",
     )
     candidates: int = Field(
         1,
         ge=1,
         le=8,
-        description="candidates for the next token that an idle pipeline stage "
-        "starts (PPD's k); a batch of r requests computes r * candidates rows",
+        description="candidates for the next token that an idle pipeline stage starts "
+        "(k of PPD); the stage computes this number of rows per request",
     )
     adaptive: bool | Literal["table"] = Field(
         True,
-        description="draft as many tokens as pay off, or none, judged by accepted "
-        "drafts and by the seconds of steps, as measured at start-up and as served. "
-        "table judges by the start-up's seconds alone, so that the same requests give "
+        description="choose the number of drafts of each step, or none, by accepted "
+        "drafts and by the durations of steps, measured at start-up and while serving. "
+        "table uses only the durations of the start-up, so that the same requests give "
         "the same choices. false always drafts num_speculative_tokens",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",
-        description="cached: measure step costs (for adaptive) at the first start "
-        "with a model, settings and machine, and keep them next to vLLM's compile "
-        "cache; measure: measure them again, for instance after a change that makes "
-        "the machine faster or slower",
+        description="cached measures the durations of steps (for adaptive) at the first "
+        "start with a model, settings and machine, and keeps them next to vLLM's "
+        "compile cache. measure measures them again, for instance after a change that "
+        "makes the machine faster or slower",
     )
     prompt_lookup_min: int | None = Field(
         None,
         ge=0,
         le=32,
-        description="look in each request's prompt and output, too: if at least "
-        "this many of its last tokens have occurred there before, the tokens after "
-        "them are the draft, unless the method's drafts are accepted more often. 0 "
-        "turns this off (default: 2; off with verify false and with pipeline "
-        "parallelism)",
+        description="minimum length of a match for prompt lookup: if the last N tokens "
+        "of a request occurred in it before, it drafts the tokens that followed them, "
+        "unless the drafts of the method are accepted more often. 0 turns lookups off "
+        "(default: 2; off with verify false and in a worker group)",
     )
     disable_by_batch_size: Count | None = Field(
         None,
-        description="batch cut-off: in larger batches no request drafts (default: "
-        "none; 8 with pipeline parallelism)",
+        description="number of requests above which a batch does not draft (default: "
+        "none; 8 in a worker group)",
     )
 
     @field_validator("exit_layer", mode="before")
@@ -178,8 +177,8 @@ class DraftingOptions(BaseModel):
     @field_validator("method")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in METHODS:
-            raise ValueError(f"must be one of {', '.join(METHODS)}")
+        if value not in names():
+            raise ValueError(f"must be one of {', '.join(names())}")
         return value
 
 
@@ -191,35 +190,43 @@ def flag_fields() -> list[str]:
 
 
 def flag_name(field: str) -> str:
-    return FLAGS_OF_VLLM.get(field) or "--ppd-" + field.replace("_", "-")
+    flag = "--ppd-" + field.replace("_", "-")
+    return FLAGS_OF_VLLM.get(field) or flag.replace("--ppd-no-", "--no-ppd-")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to vLLM's parser."""
+    """Add our flags to vLLM's parser; `vllm serve --help=vllm-ppd` lists them."""
     group = parser.add_argument_group(
-        "vllm-ppd", "Drafting with the target's own layers."
+        "vllm-ppd",
+        "Speculative decoding, such as --speculative-model ppd.",
     )
     group.add_argument(
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"a drafting method ({', '.join(METHODS)}), heads (a folder, or "
-        "ORGANISATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
+        help=f"a drafting method ({', '.join(names())}), heads (a folder, or "
+        "ORGANIZATION/NAME[@REVISION] on the Hub), or any draft model that vLLM "
         "supports",
     )
     method = parser._option_string_actions["--spec-method"]
-    method.choices = [*(method.choices or ()), *METHODS]
+    method.choices = [*(method.choices or ()), *names()]
     for name in flag_fields():
-        text = (DraftingOptions.model_fields[name].description or "").replace(
-            "%", "%%"
-        )
+        field = DraftingOptions.model_fields[name]
         group.add_argument(
             flag_name(name),
             dest=PREFIX + name,
             default=argparse.SUPPRESS,
             metavar=name.upper(),
-            help=text,
+            help=str(field.description).replace("%", "%%"),
         )
+        if field.default is True:
+            group.add_argument(
+                flag_name(f"no_{name}"),
+                dest=PREFIX + name,
+                default=argparse.SUPPRESS,
+                action="store_false",
+                help=f"the same as {flag_name(name)} false",
+            )
     return parser
 
 
@@ -240,7 +247,7 @@ def merge_flags(
         if name in names:
             raise OptionError(
                 f"{flag_name(name)} and --speculative-config[{name!r}] are mutually "
-                "exclusive; give one"
+                "exclusive; set one"
             )
         try:
             options = DraftingOptions.model_validate({name: text}, strict=False)
@@ -259,7 +266,7 @@ def check_mapping(speculative_config: Any) -> dict[str, Any]:
     if not isinstance(speculative_config, dict | None):
         raise OptionError(
             f"speculative_config={quoted(speculative_config)} is not a JSON object; "
-            'give one, such as {"method": "ppd"}'
+            'set one, such as {"method": "ppd"}'
         )
     return speculative_config or {}
 
@@ -292,13 +299,15 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
         if parsed.method not in methods:
             raise OptionError(
                 f"speculative_config: {name} is an option of method "
-                f"{' and '.join(methods)}; leave it out with method {parsed.method!r}"
+                f"{' and '.join(methods)}; remove it with method {parsed.method!r}"
             )
     return parsed
 
 
 def methods_of(field: str) -> list[str]:
     """The methods that read an option: those whose records name it, or all."""
+    if field in PPD_OPTIONS:
+        return [PPD]
     return [
         name for name, method in METHODS.items() if field in method.options
-    ] or list(METHODS)
+    ] or names()

@@ -25,7 +25,7 @@ from vllm_ppd.model_patches.families import (
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.platform import PARTITION
-from vllm_ppd.vllm_plugins.registry import METHODS, OURS, WORKER
+from vllm_ppd.vllm_plugins.registry import METHODS, OURS, names
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -47,14 +47,14 @@ def refuse_target(
     cuts = method.cuts
     adapter = None
     on_cpu = platform.is_cpu()
-    if options.model in METHODS:
+    if options.model in names():
         raise OptionError(
-            f"model={options.model!r} is a method name; leave model out, or give a "
+            f"model={options.model!r} is a method name; remove it, or set a "
             "heads folder"
         )
     if options.model is None and method.needs_heads:
         raise OptionError(
-            f"method {options.method!r} needs heads; give model=DIR, a folder written "
+            f"method {options.method!r} needs heads; set model=DIR, a folder written "
             f"by `ppd train {method.heads}`"
         )
     if cuts:
@@ -79,7 +79,7 @@ def refuse_target(
     if platform.variable("VLLM_USE_V2_MODEL_RUNNER") is False:
         raise OptionError(
             "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs "
-            "on vLLM's model runner V2; leave it out"
+            "on vLLM's model runner V2; remove it"
         )
     if not platform.runs_v2():
         raise OptionError(
@@ -129,17 +129,17 @@ def refuse_target(
             f"{title}: such prompts have no token IDs to draft from"
         )
     several = "a worker group" if options.verify else "verify: false"
-    emits_drafts = parallel.pipeline_parallel_size > 1 or not options.verify
+    emits_drafts = method.stages > 1 or not options.verify
     if model.logits_processors and emits_drafts:
         raise OptionError(
             f"custom logits processors are not supported with {several}, where they "
-            "would not see every token; leave out --logits-processors"
+            "would not see every token; remove --logits-processors"
         )
     if model.runner_type != "generate":
         raise OptionError(
             "pooling models do not decode; start without a speculative model"
         )
-    if parallel.worker_cls not in ("auto", WORKER, method.group_worker):
+    if parallel.worker_cls not in ("auto", method.worker):
         raise OptionError(
             f"worker class {quoted(parallel.worker_cls)} cannot be combined with "
             f"{title}, which needs its own"
@@ -153,7 +153,7 @@ def refuse_target(
     if on_cpu and args.enable_batch_sharded_sampling:
         raise OptionError(
             "--enable-batch-sharded-sampling is not supported with vllm-ppd on a "
-            "CPU, for which it has no kernel; leave it out"
+            "CPU, for which it has no kernel; remove it"
         )
     if args.watermark_config:
         raise OptionError(
@@ -168,28 +168,22 @@ def refuse_target(
 
     transfer = args.kv_transfer_config
     executor = parallel.distributed_executor_backend
-    if parallel.pipeline_parallel_size > 1:
+    stages = parallel.pipeline_parallel_size
+    if stages > 1 or method.stages > 1:
         instead = "use --tensor-parallel-size"
         within = (
             "not supported with a worker group, whose stages exchange tokens within a step; "
             f"{instead}"
         )
-        if not method.group_worker:
+        if method.stages == 1:
             raise OptionError(
                 "pipeline parallelism is not supported with method "
-                f"{options.method!r}; use method 'ppd' or --tensor-parallel-size"
+                f"{options.method!r}; use method 'group' or --tensor-parallel-size"
             )
-        if parallel.pipeline_parallel_size != 2:
+        if stages != 2:
             raise OptionError(
-                "a worker group has 2 pipeline stages, not "
-                f"{parallel.pipeline_parallel_size}; use --pipeline-parallel-size 2 "
-                "with --tensor-parallel-size N"
-            )
-        if options.gamma > 0:
-            raise OptionError(
-                f"gamma={options.gamma:g} is not supported with pipeline parallelism: "
-                "an idle stage loses nothing by starting an uncertain token; leave "
-                "it out"
+                f"method 'group' has 2 pipeline stages, not {stages}; use "
+                "--pipeline-parallel-size 2 with any --tensor-parallel-size"
             )
         if adapter == TRANSFORMERS:
             raise OptionError(
@@ -220,7 +214,7 @@ def refuse_target(
         if executor == "ray" and not newer:
             raise OptionError(
                 "vLLM's older Ray executor is not supported with a worker group: its "
-                "first stage never samples; leave out "
+                "first stage never samples; remove "
                 "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"
             )
         if transfer:
@@ -251,7 +245,7 @@ def refuse_cut(model: ModelConfig, cutting: str) -> None:
     if model.using_transformers_backend() != (adapter == TRANSFORMERS):
         raise OptionError(
             "vLLM's Transformers backend is not supported with this family and "
-            f"{cutting}; leave out --model-impl"
+            f"{cutting}; remove --model-impl"
         )
 
 
@@ -297,7 +291,7 @@ def refuse_options(
             )
         if config.draft_vocab_size and heads.counts_tensor is None:
             instead = (
-                "leave it out"
+                "remove it"
                 if heads.names_target
                 else "run `ppd calibrate` on them first"
             )
@@ -307,8 +301,8 @@ def refuse_options(
             )
         if config.draft_vocab_size and not config.verify:
             raise OptionError(
-                f"{drafted} would limit the output, as drafts are not verified; leave "
-                "it out"
+                f"{drafted} would limit the output, because drafts are not verified; "
+                "remove it"
             )
 
     if exits:
@@ -323,7 +317,7 @@ def refuse_options(
         if headless and "exit_layer" not in given:
             raise OptionError(
                 f"the heads in {folder} have no exit in {half}..{last}, where a worker "
-                "group's stages can be split; train one there, or leave the heads out"
+                "group's stages can be split; train one there, or remove the heads"
             )
         if headless:
             raise OptionError(
@@ -332,13 +326,13 @@ def refuse_options(
             )
         if config.stages > 1 and (exits[0] < half or len(exits) > 1):
             raise OptionError(
-                f"{exit_layer} cannot split two pipeline stages; give one layer in "
+                f"{exit_layer} cannot split two pipeline stages; set one layer in "
                 f"{half}..{last}"
             )
         if config.stages == 1 and len(exits) > 1 and not config.adaptive:
             raise OptionError(
-                f"{exit_layer} needs adaptive, which chooses among the exits; give one "
-                "layer, or leave adaptive out"
+                f"{exit_layer} needs adaptive, which chooses among the exits; set one "
+                "layer, or remove adaptive"
             )
 
     # Tokens of a group and unverified tokens are final.
@@ -350,27 +344,22 @@ def refuse_options(
     if final and options.adaptive and "adaptive" in given:
         raise OptionError(
             f"adaptive has no effect with {final}: no drafted token is rejected "
-            "there; leave it out"
+            "there; remove it"
         )
     if final and "draft_sample_method" in given:
         raise OptionError(
             f"draft_sample_method has no effect with {final}, which verifies no "
-            "draft; leave it out"
+            "draft; remove it"
         )
     if options.prompt_lookup_min == 0 and config.spec.looks_up_alone:
         raise OptionError(
-            "prompt_lookup_min=0 leaves no drafts without heads; give at least 1, or "
+            "prompt_lookup_min=0 allows no drafts without heads; set at least 1, or "
             "heads"
         )
     if final and options.prompt_lookup_min:
         raise OptionError(
             f"prompt_lookup_min={options.prompt_lookup_min} is not supported with "
-            f"{final}; leave it out"
-        )
-    if config.stages == 1 and options.candidates > 1:
-        raise OptionError(
-            f"candidates={options.candidates} needs pipeline stages; give "
-            "--pipeline-parallel-size 2, or leave candidates out"
+            f"{final}; remove it"
         )
 
 
@@ -383,14 +372,14 @@ def refuse_scheduling(config: DraftingConfig, args: Any) -> None:
     if args.use_fp64_gumbel and drawn:
         raise OptionError(
             "--use-fp64-gumbel is not supported with sampled drafts: they are drawn "
-            "with float32 random numbers, so hardly any would be accepted; leave it "
-            "out, or set draft_sample_method greedy"
+            "with float32 random numbers, so few would be accepted; remove it, or "
+            "set draft_sample_method greedy"
         )
     if config.stages > 1:
         if args.async_scheduling:
             raise OptionError(
                 "--async-scheduling is not supported with a worker group, whose "
-                "steps emit several tokens; leave it out"
+                "steps emit several tokens; remove it"
             )
         split = os.environ.get(PARTITION)
         if split is not None and split != config.partition:

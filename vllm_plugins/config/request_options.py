@@ -33,7 +33,8 @@ class RequestOptions(BaseModel):
         True, description="false: do not draft for this request"
     )
     ppd_num_drafts: Annotated[int, Field(strict=True, ge=0)] | None = Field(
-        None, description="most drafts of this request that a step verifies"
+        None,
+        description="maximum number of drafts of this request that a step verifies",
     )
     ppd_eps_b: Annotated[float, Field(strict=True, ge=0, le=1)] | None = Field(
         None, description="back-off threshold of this request (method dynamo)"
@@ -124,7 +125,7 @@ def check(params: Any, config: DraftingConfig) -> None:
         if (options.ppd_num_drafts or 0) > most:
             raise ValueError(
                 f"vllm_xargs['ppd_num_drafts']={options.ppd_num_drafts} is more than "
-                f"the {most} drafts of this server; give 0 to {most}, or omit it"
+                f"the {most} drafts of this server; set 0 to {most}, or omit it"
             )
         if (
             options.ppd_eps_b is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values for unset options, from the target, the heads, the pipeline stages and the machine."""
+"""Values for unset options, from the target, the heads and the machine."""
 
 from __future__ import annotations
 
@@ -26,30 +26,13 @@ LOOKUP: dict[str, Any] = {
 }
 
 
-def is_open(options: DraftingOptions, stages: int = 1) -> bool:
-    """Whether method ppd stands for the heads that are found, or else for lookup: no
-    option of early drafting is given.
-
-    An exit that was neither trained nor calibrated often costs more than it gains; a
-    lookup costs nothing if it has no draft.
-    """
-    early = {"model", *METHODS["ppd"].options} - {"heads"}
-    return (
-        options.method == "ppd"
-        and stages == 1
-        and not early & options.model_fields_set
-    )
-
-
 def resolve(
     options: DraftingOptions,
     num_layers: int,
     heads: HeadsConfig | None = None,
-    stages: int = 1,
     on_cpu: bool = True,
 ) -> DraftingConfig:
-    """Fill in values that depend on the target (L layers), the heads, the pipeline
-    stages and the machine.
+    """Fill in values that depend on the target (L layers), the heads and the machine.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head, if more drafts
@@ -59,7 +42,7 @@ def resolve(
     method = METHODS[options.method]
     defaults: dict[str, Any] = {}
     # Tokens of a group and unverified tokens are final
-    if options.verify and stages == 1:
+    if options.verify and method.stages == 1:
         defaults["prompt_lookup_min"] = SHORTEST_MATCH
     if method.looks_up_alone:
         defaults = dict(LOOKUP)
@@ -72,7 +55,7 @@ def resolve(
         if not options.verify:
             # Drafts are the output, which needs the whole vocabulary
             defaults["draft_vocab_size"] = None
-    if stages > 1:
+    if method.stages > 1:
         # The stages' split d_bar is at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
         exits = [
@@ -94,11 +77,10 @@ def resolve(
         **values
         | {
             "num_layers": num_layers,
-            "stages": stages,
             "cuts": method.cuts or bool(getattr(heads, "layers", ())),
             "heads_summary": "" if heads is None else heads.describe(),
             "adaptive": options.adaptive
-            if options.verify and stages == 1
+            if options.verify and method.stages == 1
             else False,
         }
     )

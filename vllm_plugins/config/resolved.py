@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options resolved for a target, its heads and the pipeline stages."""
+"""Options resolved for a target and its heads."""
 
 from typing import Any
 
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
-from vllm_ppd.vllm_plugins.registry import METHODS, WORKER, MethodSpec
+from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 # Up to this number of drafts a step on a GPU has all or none; of more also half
 FEW_DRAFTS = 3
@@ -17,7 +17,6 @@ class DraftingConfig(DraftingOptions):
     """
 
     num_layers: int
-    stages: int = 1  # pipeline stages; with 2 the method is a worker group
     # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
@@ -28,9 +27,9 @@ class DraftingConfig(DraftingOptions):
         return METHODS[self.method]
 
     @property
-    def worker(self) -> str:
-        """Dotted path of the worker that vLLM starts."""
-        return self.spec.group_worker if self.stages > 1 else WORKER
+    def stages(self) -> int:
+        """Pipeline stages; with 2 the method is a worker group."""
+        return self.spec.stages
 
     def choice_of_drafts(self) -> dict[str, Any]:
         """vLLM's options for its choice of the number of drafts."""
@@ -72,9 +71,7 @@ class DraftingConfig(DraftingOptions):
         parts = []
         if grouped:
             layers = self.partition.replace(",", " and ")
-            parts.append(
-                f"worker group over 2 pipeline stages of {layers} layers"
-            )
+            parts.append(f"2 pipeline stages of {layers} layers")
             if self.candidates > 1:
                 parts.append(f"{self.candidates} candidates")
         elif self.exits:

@@ -106,5 +106,5 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:
         """Draft up to K tokens per request. Called under inference mode; never
-        synchronises with the device.
+        synchronizes with the device.
         """

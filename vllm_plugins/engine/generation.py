@@ -25,7 +25,7 @@ class OfflineEngine:
     """vLLM's engine, which continues batches of prompts.
 
     Args:
-        options: model, sizes, precision and seed.
+        options: model, sizes, dtype and seed.
     """
 
     def __init__(self, options: DataOptions) -> None:
@@ -56,11 +56,11 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     arguments: dict[str, Any] = {
         "model": options.model,
-        "max_model_len": options.max_length,
+        "max_model_len": options.max_model_len,
         "seed": options.seed,
-        "max_num_seqs": options.batch,
+        "max_num_seqs": options.batch_size,
         "trust_remote_code": options.trust_remote_code,
-        "dtype": options.precision,
+        "dtype": options.dtype,
         "use_tqdm_on_load": False,
     }
     if platform.is_cpu():
@@ -71,7 +71,7 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
-    """Arguments for all cores, memory and precision, unless the user has set them."""
+    """Arguments for all cores, memory and dtype, unless the user has set them."""
     if hasattr(os, "sched_getaffinity"):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
@@ -80,9 +80,9 @@ def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
         "enforce_eager": True,
         # A seeded request with a chunked prompt ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_STEP, options.max_length),
+        "max_num_batched_tokens": max(CPU_STEP, options.max_model_len),
     }
-    if options.precision == "auto" and not cpu_computes_bfloat16():
+    if options.dtype == "auto" and not cpu_computes_bfloat16():
         arguments["dtype"] = "float32"
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -9,15 +9,18 @@
     front end    takes them out again, and adds them to Prometheus counters
 
 So they work where vLLM's do: with workers on other machines, and with several API
-servers, each of which gets some steps. Only the wrapped calls of patches/statistics.py
+servers, each of which gets some steps. Only the wrapped calls of patches/running.py
 depend on vLLM.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 # Counters of steps without drafts, by reason: drafts are not expected to pay off; no
 # request has a lookup match, or none can use drafts; more requests than
@@ -37,33 +40,33 @@ WITHOUT_DRAFTS = "estimated_seconds_without_drafts"
 
 COUNTERS = {
     "deferred_steps": (
-        "Engine steps that ran only the deep pass, or nothing, from saved states."
+        "Engine steps that ran only the deep pass, from saved states, or nothing."
     ),
     "fallback_steps": "Engine steps that ran the full forward.",
     "suppressed_drafts": (
-        "Drafts suppressed because they were not expected to pay off (adaptive)."
+        "Drafts suppressed because they were not expected to gain time (adaptive)."
     ),
     **dict.fromkeys(
         DRAFTING_OFF, "Engine steps after which no request drafted, by reason."
     ),  # after a slash
     "exploration_steps": (
-        "Engine steps with more drafts than expected to pay off, to see their "
-        "acceptance (adaptive)."
+        "Engine steps with another number of drafts than expected to be best, which "
+        "measure it (adaptive)."
     ),
     **dict.fromkeys(
         (*SERVED, *SERVED_PLAIN),
-        "Steps of decoding alone, their seconds, and the tokens of a request in each, by "
-        "whether they had drafts (adaptive).",
+        "Steps that only decode, their seconds, and their tokens per request, by whether "
+        "they had drafts (adaptive).",
     ),
     WITHOUT_DRAFTS: (
-        "Seconds that the timed steps with drafts would have taken without, as "
-        "estimated (adaptive)."
+        "Estimated seconds that the timed steps with drafts would have taken without "
+        "drafts (adaptive)."
     ),
     "invalid_drafts": (
-        "Times a request's drafts were dropped, as logits were not finite."
+        "Times that the drafts of a request were dropped because logits were not finite."
     ),
     "lookup_steps": (
-        "Engine steps after which a request took looked-up drafts "
+        "Engine steps after which a request drafted by prompt lookup "
         "(prompt_lookup_min)."
     ),
     "unverified_tokens": (
@@ -89,6 +92,7 @@ COUNTERS = {
         "request."
     ),
 }
+INFO = "ppd_info"
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
 GROUP = "group_"  # prefix of a worker group's counters
 # Of a ModelRunnerOutput: counts, and whether each request had a lookup match
@@ -150,25 +154,42 @@ def totals() -> dict[str, float]:
 
 
 class Published:
-    """The front end's side: Prometheus counters, labelled as vLLM's.
+    """The front end's side: Prometheus counters with vLLM's labels, and `ppd_info`.
 
     Args:
         model_name: the value of vLLM's label.
         engines: their numbers.
-        group: whether there is a worker group, whose counters are absent otherwise.
+        config: of the engines; counters of a worker group are absent without one.
     """
 
     # One table for the process, whose registry takes a name once
     _counters: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(
-        self, model_name: str, engines: Iterable[int], group: bool
+        self, model_name: str, engines: Sequence[int], config: DraftingConfig
     ) -> None:
-        from prometheus_client import Counter
+        from prometheus_client import Counter, Gauge
 
+        facts = {
+            "version": platform.version(),
+            "method": config.method,
+            "heads": str(config.model or ""),
+            "verify": str(config.verify).lower(),
+        }
+        if INFO not in self._counters:
+            self._counters[INFO] = Gauge(
+                INFO,
+                "vllm-ppd's version and what drafts; the value is 1.",
+                labelnames=["model_name", "engine", *facts],
+                multiprocess_mode="mostrecent",
+            )
+        for engine in engines:
+            self._counters[INFO].labels(
+                model_name, str(engine), *facts.values()
+            ).set(1)
         self._series: dict[tuple[str, int], Any] = {}
         for name, text in COUNTERS.items():
-            if name.startswith(GROUP) and not group:
+            if name.startswith(GROUP) and config.stages == 1:
                 continue
             base, _, reason = name.partition("/")
             of_reason = {"reason": reason} if reason else {}

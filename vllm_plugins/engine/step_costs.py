@@ -3,7 +3,6 @@
 
 import copy
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from vllm.distributed import get_tp_group
 from vllm_ppd.heads.files import digest_of
 from vllm_ppd.heads.folder import CONFIG_NAME
 from vllm_ppd.heads.provenance import processor
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
@@ -141,9 +141,7 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
         name,
         torch.get_num_threads(),
         torch.__version__,
-        importlib.metadata.version(
-            "vllm-ppd"
-        ),  # another version may have faster kernels
+        platform.version(),  # another version may have faster kernels
     ]
     key = hashlib.sha256(
         json.dumps(settings, sort_keys=True, default=str).encode()

@@ -6,19 +6,22 @@ arguments of the call, and adds to it only if our configuration is present. The 
 and the runner are subclasses, named by vLLM's own `worker_cls`.
 """
 
+import argparse
 import functools
 import importlib
 import importlib.metadata
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.options import OptionError, add_flags
 from vllm_ppd.vllm_plugins.patches import running, start
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import names
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -103,7 +106,7 @@ def is_supported(version: str) -> bool:
 
 def install() -> None:
     """Install the patches; idempotent. On an unsupported vLLM log one line, and only
-    refuse our methods.
+    refuse our methods and flags.
     """
     wrap("sys", "excepthook", start.excepthook)
     version = vllm_version()
@@ -111,16 +114,11 @@ def install() -> None:
         for owner, name, wrapper in PATCHES:
             wrap(owner, name, wrapper)
         return
-    logger.warning(
-        "vllm-ppd supports vLLM %s but found %s: its methods are disabled",
-        SUPPORTED_VLLM,
-        version,
-    )
-    try:
+    logger.warning("vllm-ppd: its methods are disabled: %s", unsupported())
+    # A vLLM without these functions rejects our names itself
+    with suppress(ImportError, KeyError):
         wrap(_ENGINE_ARGS, "create_speculative_config", refuse_methods)
-    except (ImportError, KeyError) as error:
-        # A vLLM version without this function rejects our method names itself.
-        logger.debug("vllm-ppd: nothing to patch (%s)", error)
+        wrap(_ENGINE_ARGS, "add_cli_args", add_refused_flags)
 
 
 @functools.cache
@@ -171,9 +169,35 @@ def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
         getattr(self, "spec_method", None),
         getattr(self, "spec_model", None),
     }
-    if named & METHODS.keys():
-        raise OptionError(
-            f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; "
-            "install a supported vLLM"
-        )
+    if named.intersection(names()):
+        raise OptionError(unsupported())
     return original(self, *args)
+
+
+def add_refused_flags(
+    original: Callable[..., Any], parser: Any, *args: Any
+) -> Any:
+    """EngineArgs.add_cli_args of an unsupported vLLM: our flags exist, and say why they
+    cannot be used.
+    """
+
+    class Refused(argparse.Action):
+        def __call__(self, *_: Any) -> None:
+            raise OptionError(f"{self.option_strings[0]}: {unsupported()}")
+
+    original(parser, *args)
+    ours = argparse.ArgumentParser(add_help=False)
+    ours.add_argument("--spec-method")
+    for flag in add_flags(ours)._option_string_actions:
+        if flag not in parser._option_string_actions:
+            parser.add_argument(
+                flag, nargs="?", action=Refused, help=argparse.SUPPRESS
+            )
+    return parser
+
+
+def unsupported() -> str:
+    return (
+        f"vllm-ppd {platform.version()} supports vLLM {SUPPORTED_VLLM} but found "
+        f"{vllm_version()}; install one of them, or remove the options of vllm-ppd"
+    )

@@ -142,7 +142,7 @@ def make_loggers(
         setattr(
             self,
             PUBLISHED,
-            Published(name, self.engine_indexes, config.stages > 1),
+            Published(name, self.engine_indexes, config),
         )
 
 

@@ -3,7 +3,6 @@
 derives from its configuration.
 """
 
-import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.errors import UserError
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import (
     activate,
     active_config,
@@ -62,13 +62,14 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        version = importlib.metadata.version("vllm-ppd")
-        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), version)
+        logger.info(
+            "vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.version()
+        )
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted "
-                "as DynaMo's heads sample them, and are NOT the model's own output; "
-                "use eps_b 1, or leave verify out, to get that"
+                "as DynaMo's heads sample them, and are NOT the model's own output. "
+                "Remove verify to get the model's output"
             )
     return original(self, target_model_config, target_parallel_config)
 
@@ -104,7 +105,7 @@ def maybe_override_with_speculators(
 def get_model_path(
     original: Original, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would
+    """Leave ORGANIZATION/HEADS@REVISION unchanged for later resolution; vLLM would
     refuse it offline.
     """
     if "@" in str(model) and hub.hub_name(str(model)) is not None:

@@ -23,11 +23,11 @@ from refusals import (
 )
 from vllm import EngineArgs
 
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.folder import check_folder, load_tensors, save_heads
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
-from vllm_ppd.vllm_plugins.config.options import OptionError
 
 STORED = sorted(ROOT.glob("benchmarks/*/heads/*/config.json"))
 
@@ -123,7 +123,7 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     (
         "cp",
         edited("speculators_config", "proposal_methods", value=[]),
-        "0.speculative_tokens: Field required",
+        "0.speculative_tokens is required",
     ),
 ]
 
@@ -156,11 +156,11 @@ def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     )
     config = active_config(args.create_engine_config())
     assert config is not None
-    assert (config.method, config.num_speculative_tokens) == ("paradecode", 1)
+    assert (config.method, config.num_speculative_tokens) == ("early", 1)
     assert config.exit_layer == 4
     asked = {"method": "cp"}
     with pytest.raises(
-        OptionError, match="method='cp' does not support early heads"
+        HeadsError, match="heads of kind 'early'; expected kind 'cp'"
     ):
         EngineArgs(model=folder, speculative_config=asked).create_engine_config()
 

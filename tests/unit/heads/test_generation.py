@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> Factory:
     ) -> list[dict[str, Any]]:
         path = tmp_path / name
         options = DataOptions(
-            **{"model": "any", "out": str(path), "batch": 7, **changes}
+            **{"model": "any", "out": str(path), "batch_size": 7, **changes}
         )
         file = write_chats(options, lambda _: engine or FakeEngine(), until)
         chats = read(path)
@@ -134,14 +134,14 @@ def test_a_run_that_is_killed_continues_to_the_same_file(
     """After batches, and within a line; and a file can be extended."""
     killed = tmp_path / "killed.jsonl"
     run = partial(run, prompts=prompts if has_prompts else ())
-    whole = run("whole.jsonl", number=number)
+    whole = run("whole.jsonl", num_chats=number)
     for stop_before in (2, 1):
         with pytest.raises(KeyboardInterrupt):
-            run(killed.name, FakeEngine(stop_before), number=number)
+            run(killed.name, FakeEngine(stop_before), num_chats=number)
         with killed.open("ab") as file:
             file.write(b'{"prompt_token_ids": [1')
-    assert len(run(killed.name, number=fewer)) >= fewer
-    assert run(killed.name, number=number) == whole
+    assert len(run(killed.name, num_chats=fewer)) >= fewer
+    assert run(killed.name, num_chats=number) == whole
 
 
 def test_user_turns_are_filtered_and_written_once(
@@ -149,7 +149,7 @@ def test_user_turns_are_filtered_and_written_once(
     tokenizer: Any,
 ) -> None:
     turns = set()
-    for chat in run(number=15):
+    for chat in run(num_chats=15):
         text = tokenizer.decode(chat["prompt_token_ids"])
         assert text.endswith("<|end|>\n<assistant>")
         turn = text.split("<user>")[1].split("<|end|>")[0]
@@ -173,22 +173,22 @@ def test_a_time_limit_ends_after_a_batch(
     [
         (
             TEMPLATE,
-            {"number": 500},
+            {"num_chats": 500},
             "user turns are too long, empty or repeated; give",
         ),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
             {},
-            "--model: the chat template changes what the user writes; give --prompts",
+            "--model: the chat template changes what the user writes; pass --prompts",
         ),
         (
             None,
             {},
-            "--model: the tokenizer has no chat template, .*; give --prompts",
+            "--model: the tokenizer has no chat template, .*; pass --prompts",
         ),
         (
             None,
-            {"max_length": 2},
+            {"max_model_len": 2},
             "--prompts: no record has a prompt of at most 1 tokens",
         ),
     ],
@@ -217,8 +217,8 @@ def test_files_of_other_options_and_damaged_ones(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "a.jsonl"
-    run(number=5)
-    assert len(run(number=9, batch=1)) == 9
+    run(num_chats=5)
+    assert len(run(num_chats=9, batch_size=1)) == 9
     message = r"was written with temperature=0\.8, but this run has 0\.5"
     with pytest.raises(TrainingError, match=message):
         run(temperature=0.5)
@@ -228,7 +228,7 @@ def test_files_of_other_options_and_damaged_ones(
     ):
         run()
     write(tmp_path / "b.jsonl", {"text": "mine"})
-    message = "was not written by `ppd data`; give another file"
+    message = "was not written by `ppd data`; use another file"
     with pytest.raises(TrainingError, match=message):
         run("b.jsonl")
 
@@ -256,7 +256,7 @@ def test_a_user_turn_begins_and_ends_as_in_the_template(
 ) -> None:
     tokenizer.chat_template = template
     engine = FakeEngine()
-    run(engine=engine, system=system, number=1)
+    run(engine=engine, system=system, num_chats=1)
     (prompt, *_), _, sampling = engine.batches[0]
     assert tokenizer.decode(prompt) == prefix
     assert (sampling.stop_token_ids, sampling.stop) == ([END], stop)
@@ -273,7 +273,7 @@ def test_prompts_of_records(run: Factory, tmp_path: Path, tokenizer: Any) -> Non
         {"prompt": "one ", "response": "two"},
         {"text": "abcdefghijklmnopqrstuvwxyz"},
     )
-    chats = run(prompts=(path,), prompt_tokens=4, max_length=60)
+    chats = run(prompts=(path,), prompt_tokens=4, max_model_len=60)
     asked = tokenizer.apply_chat_template(
         chat[:1], tokenize=False, add_generation_prompt=True
     )

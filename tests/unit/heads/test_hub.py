@@ -161,7 +161,7 @@ def test_heads_of_a_target_on_the_hub(
     words = (
         f"train early --model acme/target --data {data} --out {heads} --steps 1"
     )
-    sizes = "--batch-size 1 --sequence-length 64 --precision float32"
+    sizes = "--batch-size 1 --sequence-length 64 --dtype float32"
     assert main([*words.split(), *sizes.split()]) == 0
     config = load_config(heads)
     assert config.verifier == "acme/target"

@@ -48,9 +48,9 @@ def test_a_fifth_kind_is_a_folder_and_a_line(
     heads = tmp_path / "trained"
     shared = f"--data {data} --device cpu"
     train = f"train shift --model {tiny_model()} --out {heads} {shared} --steps 2"
-    sizes = "--batch-size 2 --sequence-length 64 --precision float32"
+    sizes = "--batch-size 2 --sequence-length 64 --dtype float32"
     assert main([*train.split(), *sizes.split()]) == 0
-    sizes = "--prompts 4 --prompt-tokens 8 --new-tokens 8"
+    sizes = "--num-prompts 4 --prompt-tokens 8 --output-len 8"
     assert main(f"calibrate {heads} {shared} {sizes}".split()) == 0
     assert main(["inspect", str(heads)]) == 0
     shown = capsys.readouterr().out

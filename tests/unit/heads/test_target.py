@@ -72,11 +72,11 @@ def test_a_target_that_is_nowhere(
     name = ("speculators_config", "verifier", "name_or_path")
     edited(*name, value="some/old/path")(folder)
     missing = r"target 'some/old/path' of the heads in .*"
-    with pytest.raises(HeadsError, match=f"{missing}--target"):
+    with pytest.raises(HeadsError, match=f"{missing}--model"):
         checked(CalibrationOptions(heads=str(folder), data=("-",)))
     with pytest.raises(HeadsError, match=f"{missing}name it: vllm serve TARGET"):
         EngineArgs(model=str(folder)).create_engine_config()
-    inspect = ["inspect", str(folder), "--target"]
+    inspect = ["inspect", str(folder), "--model"]
     assert main([*inspect, str(tiny_model())]) == 0
     assert f"will load: yes, with {tiny_model()}" in capsys.readouterr().out
     assert main([*inspect, str(tiny_model("qwen2"))]) == 2
@@ -150,7 +150,7 @@ def test_fine_tunes_are_warned_about(
         serve()
     (line,) = said
     assert differs in line
-    assert main(["inspect", heads, "--target", str(other)]) == 0
+    assert main(["inspect", heads, "--model", str(other)]) == 0
     assert f"{differs}. Drafts are verified" in capsys.readouterr().out
     refused = f"{re.escape(differs)}; use the heads"
     with pytest.raises(HeadsError, match=refused):

@@ -5,6 +5,7 @@ import errno
 import os
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.vllm_plugins.cli.arguments import options_from
+from vllm_ppd.vllm_plugins.cli.arguments import RENAMED, Command, options_from
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
 GIVEN = "--model m --data d --out o"
@@ -33,16 +34,51 @@ def help_of(capsys: Any, *words: str) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_are_the_fields(kind: str, capsys: Any) -> None:
-    text = help_of(capsys, "train", kind)
+    everything = help_of(capsys, "train", kind, "--help=all")
     for name in ["config", *KINDS[kind].options.model_fields]:
-        assert "--" + name.replace("_", "-") in text
-    assert "peak learning rate" in text and "(default: " in text
+        assert "--" + name.replace("_", "-") in everything
+    assert "Muon (default: 0.9, 0.95)" in " ".join(everything.split())
+    assert "(default: 0)" in help_of(capsys, "train", kind, "--help=seed")
+    basic = help_of(capsys, "train", kind)
+    assert "--seed" not in basic and "--help=all" in basic and "--steps" in basic
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_every_command(command: str, capsys: Any) -> None:
-    assert help_of(capsys, command).startswith(f"usage: ppd {command} ")
-    assert command in help_of(capsys)
+def every_command() -> Iterator[tuple[str, Command]]:
+    """The words of each command, and the command."""
+    for name, command in COMMANDS.items():
+        if isinstance(command, Command):
+            yield name, command
+        else:
+            for second, further in command.commands().items():
+                yield f"{name} {second}", further
+
+
+def test_examples_of_help_are_right(capsys: Any) -> None:
+    for name, command in every_command():
+        assert name.split()[0] in help_of(capsys)
+        assert f"\n  ppd {name} {command.example}\n" in help_of(
+            capsys, *name.split()
+        )
+        options_from(command, command.example.split(), "ppd")
+
+
+def test_versions(capsys: Any) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("vllm-ppd: 0.")
+
+
+def test_flags_of_earlier_versions_name_the_new_ones(
+    tmp_path: Path, capsys: Any
+) -> None:
+    for flag, new in RENAMED.items():
+        for name, command in every_command():
+            if flag[2:].replace("-", "_") not in command.options.model_fields:
+                refused(
+                    f"{name} {flag}=1", f"{flag} has a new name: {new}", capsys
+                )
+    file = tmp_path / "options.yaml"
+    file.write_text("precision: float32")
+    refused(f"train cp --config {file}", "--precision has a new name", capsys)
 
 
 def test_values_of_flags() -> None:
@@ -94,21 +130,21 @@ def refused(words: str, message: str, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("trian", "unknown command 'trian'; give one of fit, data, train"),
-        ("train eagle", "unknown command 'eagle'; give one of "),
+        ("trian", "unknown command 'trian'; use one of fit, data, train"),
+        ("train eagle", "unknown command 'eagle'; use one of "),
         ("fit m --out o --minuts 3", "unrecognized arguments: --minuts"),
-        ("train early --model m --data d", "--out: Field required"),
+        ("train early --model m --data d", "--out is required"),
         ("fit --out o", "the following arguments are required: MODEL"),
         (
-            f"train cp {GIVEN} --precision int4",
-            "--precision='int4': Input should be",
+            f"train cp {GIVEN} --dtype int4",
+            "--dtype='int4': must be 'bfloat16' or 'float32'",
         ),
         (
             f"train cp {GIVEN} --rank 0",
-            "--rank='0': Input should be greater than",
+            "--rank='0': must be greater than",
         ),
         ("bench decode --model m --data d --temperatures 0,-1", "--temperatures"),
-        ("calibrate h --data d --eps 0.5,2", "--eps='2': Input should be less"),
+        ("calibrate h --data d --eps-b 0.5,2", "--eps-b='2': must be less"),
         ("bench decode --model m --data d --engine [1]", "a valid dictionary"),
     ],
 )
@@ -126,13 +162,12 @@ def test_inspect_says_whether_heads_load(
     assert re.search(r"^kind +early$", text, re.MULTILINE)
     assert re.search(r"will load: yes, with \S+", text)
     assert not re.search(r"[{}\[\]]|\b(null|None|True)\b", text)
-    refused(f"inspect {folder} --target {other}", "hidden_size is", capsys)
     refused(f"inspect {folder} --model {other}", "hidden_size is", capsys)
     refused(
-        f"inspect {folder} --target {DEMO.parent}", "has no config.json", capsys
+        f"inspect {folder} --model {DEMO.parent}", "has no config.json", capsys
     )
     refused("inspect /nowhere", "/nowhere", capsys)
-    assert main(["inspect", folder, "--target", "/nowhere"]) == 0
+    assert main(["inspect", folder, "--model", "/nowhere"]) == 0
     assert "will load: not known: " in capsys.readouterr().out
 
 
@@ -157,7 +192,7 @@ def test_what_cannot_be_written_is_named(
         "train": f"train early --model {model} --data {data} --sequence-length 8",
         "data": f"data --model {model} --prompts {data}",
         "fit": f"fit {model} --prompts {data}",
-        "calibrate": f"calibrate {heads} --data {data} --prompts 1",
+        "calibrate": f"calibrate {heads} --data {data} --num-prompts 1",
     }[command].split()
     if command == "calibrate":
         out = heads

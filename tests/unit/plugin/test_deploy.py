@@ -8,33 +8,36 @@ import json
 import re
 import subprocess
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from configured import serve_parser
 from conftest import ROOT
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.metrics import loggers
 from vllm.v1.spec_decode import metrics as spec_decode
 
 from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.vllm_plugins import register
-from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, INFO
 
 DEPLOY = ROOT / "deploy"
 
 
-def test_dashboard_shows_metrics_that_exist() -> None:
+def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
     queries = "\n".join(
         target["expr"] for panel in panels for target in panel.get("targets", [])
     )
     # Prometheus names counters ..._total
     ours = set(re.findall(r"ppd:(\w+)_total\b", queries))
-    assert ours == {name.partition("/")[0] for name in COUNTERS}
+    counters = {name.partition("/")[0] for name in COUNTERS}
+    assert ours == counters
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    alerts = "\n".join(rule["expr"] for rule in group["rules"])
+    assert set(re.findall(r"ppd:(\w+?)(?:_total)?\b", alerts)) <= counters
+    queries += alerts
+    assert set(re.findall(r"\bppd_\w+", queries)) == {INFO}
     source = inspect.getsource(loggers) + inspect.getsource(spec_decode)
     known = set(re.findall(r"\"(vllm:\w+)\"", source))
     for name in set(re.findall(r"vllm:\w+", queries)):
@@ -65,22 +68,19 @@ def test_image_has_what_the_package_is_built_of() -> None:
 
 
 def test_deployment_serves_as_vllm_is_served() -> None:
-    places = ("launchers", "common")  # of vLLM 0.32, and of 0.33
-    (place,) = [p for p in places if find_spec(f"vllm.entrypoints.{p}.cli_args")]
-    cli_args = import_module(f"vllm.entrypoints.{place}.cli_args")
-    register()
     parts: dict[str, Any] = {
         part["kind"]: part
         for part in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
     }
     pod = parts["Deployment"]["spec"]["template"]
     (container,) = pod["spec"]["containers"]
-    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args(container["args"][1:])
+    args = serve_parser().parse_args(container["args"][1:])
     assert hub_name(args.spec_model) is not None
     # A rolling update would start a pod that waits for a volume and a GPU which the old
     # one holds.
     assert parts["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
+    user = pod["spec"]["securityContext"]["runAsUser"]
+    assert f"\nUSER {user}\n" in (DEPLOY / "Dockerfile").read_text()
     (port,) = container["ports"]
     assert port["containerPort"] == args.port
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

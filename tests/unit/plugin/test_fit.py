@@ -95,7 +95,7 @@ def test_other_options_and_heads_are_not_mixed(
     heads = DEMO.parent / "heads" / "cp"
     for folder, message in (
         (out, "is of a fit with minutes=5.0, but this run has 60.0"),
-        (heads, "already holds heads; delete it or give another folder"),
+        (heads, "already holds heads; delete it or use another folder"),
     ):
         assert main(["fit", model, "--out", str(folder)]) == 2
         assert message in capsys.readouterr().err

@@ -138,9 +138,9 @@ class DeferredKVSpeculator(Speculator):
         for exit, layer in enumerate(self.cut.exit_layers):
             if free_memory() < 2 * needed:
                 logger.warning(
-                    "vllm-ppd: too little memory is left for CUDA graphs of exit layer "
-                    "%d: it drafts without; lower --gpu-memory-utilization or "
-                    "--max-num-seqs, or leave the layer out",
+                    "vllm-ppd: not enough memory for CUDA graphs of exit layer %d, which "
+                    "drafts without them; lower --gpu-memory-utilization or "
+                    "--max-num-seqs, or remove the layer",
                     layer,
                 )
                 break

@@ -170,7 +170,7 @@ class GroupWorker(DraftingWorker):
 
 
 def without_full_graphs(compilation: Any) -> None:
-    """Replace graphs of the whole model, which cannot run its halves, by those between
+    """Replace graphs of the whole model, of which a group runs parts, by those between
     attention calls if vLLM can.
     """
     mode = compilation.cudagraph_mode
@@ -186,7 +186,7 @@ def without_full_graphs(compilation: Any) -> None:
         return
     compilation.cudagraph_mode = CUDAGraphMode.NONE
     logger.warning(
-        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot "
-        "run its halves; use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+        "vllm-ppd: CUDA graphs are off: cudagraph_mode %s captures the whole model, but "
+        "a worker group runs parts of it; use FULL_AND_PIECEWISE or PIECEWISE",
         mode,
     )

@@ -126,12 +126,12 @@ def options(folder: Path, data: Path) -> CalibrationOptions:
         heads=str(folder),
         model=str(DEMO),
         data=(str(data),),
-        prompts=3,
+        num_prompts=3,
         prompt_tokens=16,
-        new_tokens=12,
-        drafts=3,
+        output_len=12,
+        num_speculative_tokens=3,
         device="cpu",
-        batch=2,
+        batch_size=2,
     )
 
 
@@ -292,11 +292,11 @@ def test_counts_are_of_what_the_model_writes(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--prompts", "100000"), "100000 are needed"),
+        (("--num-prompts", "100000"), "100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (
-            ("--new-tokens", "1024"),
-            "--new-tokens 1024 leave no prompt of the model's 1024 tokens",
+            ("--output-len", "1024"),
+            "--output-len 1024 leaves no prompt of the model's 1024 tokens",
         ),
     ],
 )

@@ -21,12 +21,11 @@ from vllm_ppd.kernels.cp_mixture import balance_loss
 
 POSITIONS = 4
 SIZE = 6
-SIZES: dict[str, Any] = {"rank": 2, "positions": POSITIONS}
+SIZES: dict[str, Any] = {"rank": 2}
 FULL: dict[str, Any] = {
     "recipe": "full",
     "condition": "none",
     "distillation": 0.0,
-    "positions": 3,
     "num_speculative_tokens": 2,
 }
 
@@ -318,7 +317,6 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
         ({"factorised": False}, "needs factorised heads; use 'none'"),
         ({"condition": "chain"}, "train new heads with --condition recurrent"),
-        ({"num_speculative_tokens": 4}, "needs 5 positions, not 4"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

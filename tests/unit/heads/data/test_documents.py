@@ -207,7 +207,7 @@ BAD: list[tuple[str, str | None, str]] = [
     (
         "a.jsonl",
         '\n{"text": null}\n',
-        "no text in a.jsonl (a.jsonl:2: the text is null); give .jsonl",
+        "no text in a.jsonl (a.jsonl:2: the text is null); pass .jsonl",
     ),
     ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
 ]

@@ -14,7 +14,7 @@ from vllm_ppd.heads.training.tokens import Batch
 
 
 def recipe_of(model: Path, **options: Any) -> DynaMoRecipe:
-    return untrained(model, "dynamo", tokens=3, **options)
+    return untrained(model, "dynamo", **options)
 
 
 def two_documents(length: int = 24) -> Batch:

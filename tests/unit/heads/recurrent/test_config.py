@@ -84,7 +84,7 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
             "ibm",
             "tie_weights",
             "yes",
-            "tie_weights=.*: Input should be a valid boolean",
+            "tie_weights=.*: must be a valid boolean",
         ),
         ("arctic-mlp", "inner_dim", "24.24", "has 2 layers; only heads with one"),
         (
@@ -143,7 +143,7 @@ def test_calibration_adds_the_target_and_counts(
     options: dict[str, Any] = {
         "prompts": 4,
         "prompt_tokens": 8,
-        "new_tokens": 12,
+        "output_len": 12,
     }
     calibrate(
         CalibrationOptions(

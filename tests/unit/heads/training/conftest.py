@@ -19,17 +19,17 @@ COMMON = {
     "steps": 12,
     "sequence_length": 64,
     "batch_size": 4,
-    "precision": "float32",
-    "stored_dtype": "float32",
+    "dtype": "float32",
+    "save_dtype": "float32",
     "device": "cpu",
-    "held_out": 0.1,
+    "held_out_fraction": 0.1,
     "evaluation_tokens": 2048,
     "learning_rate": 3e-3,
 }
 SMALL: dict[str, dict[str, Any]] = {
     "early": {},
-    "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
-    "dynamo": {"tokens": 3, "mask_entries": 50},
+    "cp": {"rank": 2, "num_speculative_tokens": 2},
+    "dynamo": {"mask_entries": 50},
     "recurrent": {"num_speculative_tokens": 2},
 }
 

@@ -137,7 +137,7 @@ def test_other_options_and_finished_heads_are_refused(
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
-    message = "holds an unfinished run with batch_size=4, but this run has 2: give the same options"
+    message = "holds an unfinished run with batch_size=4, but this run has 2: use the same options"
     with pytest.raises(TrainingError, match=message):
         train(batch_size=2)
     with writing_folder(tmp_path / "heads"), pytest.raises(InUse):

@@ -87,7 +87,7 @@ def test_answers_that_are_too_short(
     --patience.
     """
     file = tmp_path / "l.jsonl"
-    message = "no window has a response of 3 tokens in a row, .* or a smaller --positions"
+    message = "no window has a response of 3 tokens in a row, .* --num-speculative-tokens"
     data = write(
         file, *[{"prompt": f"{i}? ", "completion": "y"} for i in range(200)]
     )
@@ -131,7 +131,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
     [
         ("early", {"head": "classifier", "loss": "ce"}, "exit 3/ce_nats"),
         ("early", {"accumulation": 2, "position_share": 0.5}, "exit 3/kl_nats"),
-        ("early", {"precision": "bfloat16"}, "exit 3/kl_nats"),
+        ("early", {"dtype": "bfloat16"}, "exit 3/kl_nats"),
         (
             "cp",
             {"factorised": False, "condition": "none", "distillation": 0.0},
@@ -160,7 +160,6 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
             "dynamo",
             {
                 "start": "random",
-                "tokens": 2,
                 "distillation": 0.0,
                 "num_speculative_tokens": 1,
             },

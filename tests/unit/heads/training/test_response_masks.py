@@ -256,8 +256,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"exit_layers": (2, 4)},
     "early ce": {"exit_layers": (2, 4), "loss": "ce"},
     "early classifier": {"exit_layers": (2, 4), "head": "classifier"},
-    "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
-    "dynamo": {"tokens": 3},
+    "cp": {"rank": 2, "num_speculative_tokens": 2},
+    "dynamo": {},
 }
 
 

@@ -39,11 +39,11 @@ def test_a_run_that_has_not_begun_ends_with_the_words_of_the_loop(
 ) -> None:
     real = getattr(owner, name)
 
-    def signalled(*args: Any, **kwargs: Any) -> Any:
+    def signaled(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), number)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, signalled)
+    monkeypatch.setattr(owner, name, signaled)
     assert main(command()) == 130
     told = "ppd: stopped at step 0 of 12; the same command continues it"
     assert capsys.readouterr().err.strip().splitlines()[-1] == told

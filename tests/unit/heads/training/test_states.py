@@ -187,7 +187,7 @@ def test_bounds(
     store: TokenStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(TrainingError, match="--states-cache-gb allows 1e-05"):
+    with pytest.raises(TrainingError, match="--states-cache-gib allows 1e-05"):
         cache(Reads(), 10_000)
     assert not (tmp_path / "cache").exists()
     made = cache(Reads())
@@ -195,7 +195,7 @@ def test_bounds(
         made.states(store.batch(split, range(store.num_windows(split))))
     used = sum(path.stat().st_size for path in made.folder.iterdir())
     cache(Reads(), used)  # its own files do not count twice
-    with pytest.raises(TrainingError, match="--states-cache-gb allows"):
+    with pytest.raises(TrainingError, match="--states-cache-gib allows"):
         cache(Reads(exits=(2, 3)), used)
     monkeypatch.setattr(
         "shutil.disk_usage", lambda _: type("Usage", (), {"free": 100})
@@ -230,7 +230,7 @@ def test_training_over_a_cache(
         train,
         kind,
         data=(str(data),),
-        held_out=0.2,
+        held_out_fraction=0.2,
         **settings,
     )
 

@@ -42,7 +42,7 @@ def test_documents_are_split_whole(
     tmp_path: Path,
     tokenizer: Any,
 ) -> None:
-    # Many more than are tokenised at once
+    # Many more than are tokenized at once
     texts = [f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(1000)]
     made = store(tmp_path, texts, tokenizer)
     rows = {

@@ -20,12 +20,12 @@ from vllm_ppd.vllm_plugins.registry import WORKER
 
 def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
     config = drafting(from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3}))
-    assert config.exit_layer == 3 and config.method == "ppd"
+    assert config.exit_layer == 3 and config.method == "early"
     assert drafting(from_dict(tiny_model(), {"method": "ppd"})).method == "lookup"
     for flags in (
         "--speculative-model ppd",
-        "--spec-model ppd",
-        "--spec-method ppd",
+        "--spec-model early",
+        "--spec-method paradecode",
         """-sc '{"method": "ppd"}'""",
         """--speculative-config '{"model": "ppd"}'""",
         "--speculative-config.method ppd",
@@ -40,12 +40,12 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
     config = from_flags(
         tiny_model(),
         "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 4 "
-        "--ppd-gamma 0.4 --ppd-adaptive false --ppd-draft-sample-method greedy "
+        "--ppd-gamma 0.4 --no-ppd-adaptive --ppd-draft-sample-method greedy "
         "--ppd-disable-by-batch-size 9 --ppd-prompt-lookup-min 4 --ppd-step-costs "
         "measure",
     )
     given = {
-        "method": "paradecode",
+        "method": "early",
         "num_speculative_tokens": 5,
         "exit_layer": 4,
         "gamma": 0.4,
@@ -73,7 +73,7 @@ def test_heads_folder_gives_method_and_defaults(
         ),  # `vllm serve HEADS`: the folder names its target
     ):
         config = drafting(vllm_config)
-        assert (config.method, config.model) == ("ppd", folder)
+        assert (config.method, config.model) == ("early", folder)
         assert (config.exit_layer, config.num_speculative_tokens) == (2, 2)
         assert vllm_config.model_config.model == str(tiny_model())
     config = drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4}))
@@ -106,13 +106,16 @@ def test_the_same_value_twice_is_no_conflict(tiny_model: Factory) -> None:
     assert config.num_speculative_tokens == 2
 
 
-def test_start_up_line_ends_with_the_version(tiny_model: Factory) -> None:
-    """Reports of bugs quote this line."""
+def test_start_up_lines_say_what_an_alias_means_and_the_version(
+    tiny_model: Factory,
+) -> None:
+    """Reports of bugs quote these lines."""
     with our_log(logging.INFO) as told:
-        from_dict(tiny_model(), {"method": "lookup"})
-    (line,) = (
-        message for message in told if message.startswith("vllm-ppd: drafting")
-    )
+        from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
+        from_dict(tiny_model(), {"method": "early", "exit_layer": 3})
+    alias, line, same = told
+    assert alias == "vllm-ppd: method ppd resolved to early"
+    assert line == same and "drafting with method early" in line
     assert line.endswith(f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}")
 
 

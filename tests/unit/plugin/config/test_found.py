@@ -59,7 +59,7 @@ def found_by(model: Any, **options: Any) -> tuple[Any, list[str]]:
     """Our configuration, and the lines before the start-up line."""
     with our_log(logging.INFO) as lines:
         config = drafting(from_dict(model, PPD | options))
-    return config, [line for line in lines if "drafting with method" not in line]
+    return config, [line for line in lines if " method " not in line]
 
 
 def change(folder: Path, **fields: Any) -> None:
@@ -88,7 +88,7 @@ def test_heads_travel_with_a_model(model: Path, copied: Factory) -> None:
     assert (config.method, config.model) == ("cp", heads)
     (line,) = lines
     assert heads in line and "travel with the model" in line
-    assert f"--ppd-heads {heads} pins them; --ppd-heads none leaves" in line
+    assert f"--ppd-heads {heads} pins them; --ppd-heads none uses none" in line
 
 
 def test_options_of_early_drafting_keep_their_meaning(
@@ -97,9 +97,9 @@ def test_options_of_early_drafting_keep_their_meaning(
     copied("cp", "model/ppd")
     for options in ({"exit_layer": 3}, {"gamma": 0.5}):
         config, lines = found_by(model, **options)
-        assert (config.method, config.model, lines) == ("ppd", None, [])
+        assert (config.method, config.model, lines) == ("early", None, [])
     group = from_dict(model, PPD | {"candidates": 2}, pipeline_parallel_size=2)
-    assert (drafting(group).method, drafting(group).model) == ("ppd", None)
+    assert (drafting(group).method, drafting(group).model) == ("group", None)
     assert drafting(from_dict(model, {"method": "lookup"})).model is None
 
 
@@ -110,15 +110,15 @@ def test_heads_are_pinned_or_left_out(model: Path, copied: Factory) -> None:
     config, lines = found_by(model, heads="none")
     assert (config.method, config.model, lines) == ("lookup", None, [])
     assert drafting(from_flags(model, f"{flags} none")) == config
-    for pinned, method in ((early, "ppd"), (model / "ppd", "cp")):
+    for pinned, method in ((early, "early"), (model / "ppd", "cp")):
         config = drafting(from_flags(model, f"{flags} {pinned}"))
         assert (config.method, config.model) == (method, str(pinned))
-    with pytest.raises(HeadsError, match="does not exist; give a folder"):
+    with pytest.raises(HeadsError, match="does not exist; pass a folder"):
         from_flags(model, f"{flags} {model}/none")
     change(early, fingerprint={"vocabulary": "0"})
     with pytest.raises(HeadsError, match="hash of its vocabulary differs"):
         from_flags(model, f"{flags} {early}")
-    with pytest.raises(OptionError, match="both given; give only one"):
+    with pytest.raises(OptionError, match="both set; set only one"):
         from_dict(model, {"model": str(early), "heads": "none"})
     with pytest.raises(OptionError, match="heads is an option of method ppd"):
         from_dict(model, {"method": "lookup", "heads": "none"})
@@ -133,7 +133,7 @@ def test_registered_heads_that_promise_most_are_taken(
     found.register(model.parent / "b")  # again
     config, (line,) = found_by(model)
     assert config.model == str(model.parent / "b")
-    assert "of 4 their calibration promises most" in line
+    assert "their calibration predicts the most of 4" in line
     shutil.rmtree(model.parent / "b")
     assert found_by(model)[0].model == str(model.parent / "c")
     shutil.rmtree(model.parent / "c")
@@ -144,13 +144,13 @@ def test_registered_heads_that_promise_most_are_taken(
         assert line.endswith(f"Next: heads {model.parent / following}")
     assert len(lines) == 4
     assert found_by(DEMO)[0].model == str(DEMO / "ppd"), "another target"
-    travelling = copied("early", "model/ppd")
-    assert found_by(model)[0].model == str(travelling)
+    traveling = copied("early", "model/ppd")
+    assert found_by(model)[0].model == str(traveling)
     for path in (caches / "vllm_ppd_heads").iterdir():
         shutil.rmtree(path)
         path.write_text("damaged")
     config, lines = found_by(model)
-    assert config.model == str(travelling) and len(lines) == 2
+    assert config.model == str(traveling) and len(lines) == 2
     assert "cannot be listed" in lines[0]
 
 
@@ -179,8 +179,8 @@ def test_registered_heads_that_promise_most_are_taken(
 def test_unusable_heads_are_one_line(
     model: Path, copied: Factory, damage: Callable[[Path], Any], reason: str
 ) -> None:
-    travelling = copied("cp", "model/ppd")
-    damage(travelling)
+    traveling = copied("cp", "model/ppd")
+    damage(traveling)
     config, (line,) = found_by(model)
     assert config.method == "lookup" and config.model is None
     assert reason in line and line.endswith("Next: lookups alone")

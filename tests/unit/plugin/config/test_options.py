@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins.config.options import (
     methods_of,
     parse_options,
 )
-from vllm_ppd.vllm_plugins.registry import METHODS
+from vllm_ppd.vllm_plugins.registry import names
 
 
 @pytest.mark.parametrize(
@@ -38,22 +38,22 @@ from vllm_ppd.vllm_plugins.registry import METHODS
                 "x",
             )
         ),
-        ({"gamma": 1.5}, "gamma=1.5: Input should be less than 1"),
-        ({"gamma": float("nan")}, "gamma=nan: Input should be a finite number"),
-        ({"gamma": True}, "gamma=True: Input should be a valid number"),
-        ({"num_speculative_tokens": 3.0}, "Input should be a valid integer"),
-        ({"adaptive": 1}, "Input should be a valid boolean"),
+        ({"gamma": 1.5}, "gamma=1.5: must be less than 1"),
+        ({"gamma": float("nan")}, "gamma=nan: must be a finite number"),
+        ({"gamma": True}, "gamma=True: must be a valid number"),
+        ({"num_speculative_tokens": 3.0}, "must be a valid integer"),
+        ({"adaptive": 1}, "must be a valid boolean"),
         (
             {"eps_b": 0.5},
-            "an option of method dynamo; leave it out with method 'ppd'",
+            "an option of method dynamo; remove it with method 'early'",
         ),
         (
             {"method": "medusa"},
-            "method='medusa': must be one of ppd, paradecode, cp",
+            "method='medusa': must be one of early, lookup, group, cp, dynamo",
         ),
         (
             {"draft_sample_method": "beam"},
-            "should be 'greedy' or 'probabilistic'",
+            "must be 'greedy' or 'probabilistic'",
         ),
         ({"gamma": "x\n" * 10**6}, r"x\\nx"),
         ({"y" * 10**6: 1}, r"y{50}\.\.\.y{20}"),
@@ -63,7 +63,7 @@ def test_bad_options_are_refused_in_a_short_line(
     given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message) as refusal:
-        parse_options({"method": "ppd", **given})
+        parse_options({"method": "early", **given})
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 300
 
 
@@ -74,7 +74,7 @@ def test_the_documented_table_is_that_of_the_options() -> None:
         if field.default is None and "(default:" in str(field.description):
             default = "see there"
         methods = ", ".join(methods_of(name))
-        if methods == ", ".join(METHODS):
+        if methods == ", ".join(names()):
             methods = "all"
         cells = [
             f"`{name}`",

@@ -67,18 +67,22 @@ def refused(message: str) -> Iterator[None]:
         # The worker group
         (
             "--speculative-model paradecode --pipeline-parallel-size 2",
-            "not supported with method 'paradecode'; use method 'ppd'",
+            "not supported with method 'early'; use method 'group'",
         ),
         (f"{PPD} --pipeline-parallel-size 3", "has 2 pipeline stages, not 3"),
+        ("--spec-method group", "has 2 pipeline stages, not 1"),
         (f"{GROUP} --kv-offloading-size 1", "KV offloading .* a worker group"),
-        (f"{GROUP} --ppd-gamma 0.5", "gamma=0.5 is not supported with pipeline"),
+        (
+            f"{GROUP} --ppd-gamma 0.5",
+            "of method early; remove it with method 'group'",
+        ),
         (
             f"{GROUP} --ppd-exit-layer 2",
             r"exit_layer=2 cannot split .* in 3\.\.5",
         ),
         (
             f"{GROUP} --ppd-exit-layer 3,4",
-            r"exit_layer=\[3, 4\] cannot split .*; give one layer in 3\.\.5",
+            r"exit_layer=\[3, 4\] cannot split .*; set one layer in 3\.\.5",
         ),
         (
             f"{PPD} --ppd-exit-layer 2,6",
@@ -86,13 +90,13 @@ def refused(message: str) -> Iterator[None]:
         ),
         (
             f"{PPD} --ppd-exit-layer 2,4 --ppd-adaptive false",
-            r"exit_layer=\[2, 4\] needs adaptive, .* give one layer",
+            r"exit_layer=\[2, 4\] needs adaptive, .* set one layer",
         ),
         (
             f"{GROUP} --ppd-prompt-lookup-min 2",
             "prompt_lookup_min=2 is not supported",
         ),
-        (f"{PPD} --ppd-prompt-lookup-min 0", "leaves no drafts without heads"),
+        (f"{PPD} --ppd-prompt-lookup-min 0", "allows no drafts without heads"),
         (f"{GROUP} --ppd-adaptive true", "adaptive has no effect with pipeline"),
         (
             f"{GROUP} --ppd-draft-sample-method greedy",
@@ -104,7 +108,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
         (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported"),
-        (f"{PPD} --ppd-candidates 3", "candidates=3 needs pipeline stages"),
+        (f"{PPD} --ppd-candidates 3", "has 2 pipeline stages, not 1"),
         # Names of methods and models
         (
             "--speculative-model ./no-such-folder",
@@ -115,7 +119,7 @@ def refused(message: str) -> Iterator[None]:
             "'paradecode' is a method name",
         ),
         ("--spec-method cp", "method 'cp' needs heads; .*ppd train cp"),
-        ("""-sc '{"method": ["ppd"]}'""", "Input should be a valid string"),
+        ("""-sc '{"method": ["ppd"]}'""", "must be a valid string"),
         (
             """-sc '{"method": "PPD"}'""",
             "unknown method 'PPD'; did you mean 'ppd'",
@@ -123,10 +127,10 @@ def refused(message: str) -> Iterator[None]:
         # Flags, and options that are given twice
         (
             f"{PPD} --ppd-adaptive 2",
-            "--ppd-adaptive='2': Input should be a valid bool",
+            "--ppd-adaptive='2': must be a valid bool",
         ),
         ("--ppd-gamma 0.5", "option of vllm-ppd; add --speculative-model"),
-        ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; give one"),
+        ("-sc [1]", r"speculative_config=\[1\] is not a JSON object; set one"),
         (
             """-sc '{"method": "ppd", "exit-layer": 2}' --ppd-exit-layer 3""",
             r"--ppd-exit-layer and --speculative-config\['exit_layer'\] are mutually",
@@ -137,7 +141,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (
             """-sc '{"method": "ppd"}' --spec-method ngram""",
-            r"\['method'\]='ppd' and --spec-method='ngram' differ; give only one",
+            r"\['method'\]='ppd' and --spec-method='ngram' differ; set only one",
         ),
     ],
 )
@@ -227,7 +231,7 @@ LAYERS = {"condition": "recurrent", "layers": (1, 4)}
             LAYERS,
             "using_transformers_backend",
             lambda: True,
-            "heads that read layers 1, 4, .* leave out --model-impl",
+            "heads that read layers 1, 4, .* remove --model-impl",
         ),
     ],
 )

@@ -21,6 +21,8 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.registry import METHODS
 
+GROUP = {"method": "group"}
+
 
 def resolved(
     options: dict[str, Any], num_layers: int = 12, **machine: Any
@@ -29,10 +31,11 @@ def resolved(
 
 
 def test_default_exit_is_the_middle_and_on_a_gpu_a_quarter() -> None:
-    assert resolved({}).exit_layer == 6
-    assert resolved({}, on_cpu=False).exit_layer == 3
-    assert resolved({"exit_layer": 5}, on_cpu=False).exit_layer == 5
-    assert resolved({}, on_cpu=False, stages=2).exit_layer == 6
+    early = {"method": "early"}
+    assert resolved(early).exit_layer == 6
+    assert resolved(early, on_cpu=False).exit_layer == 3
+    assert resolved(early | {"exit_layer": 5}, on_cpu=False).exit_layer == 5
+    assert resolved(GROUP, on_cpu=False).exit_layer == 6
 
 
 def test_several_exits(tiny_model: Factory) -> None:
@@ -41,7 +44,7 @@ def test_several_exits(tiny_model: Factory) -> None:
     assert (config.exit_layer, config.exits) == ([2, 4], (2, 4))
     assert "exit layer 2 or 4 of 6" in config.summary()
     assert drafting(from_flags(tiny_model(), f"{flags} 4")).exits == (4,)
-    assert resolved({"exit_layer": [4]}).exit_layer == 4
+    assert resolved({"method": "early", "exit_layer": [4]}).exit_layer == 4
     assert resolved({"method": "cp"}).exits == ()
 
 
@@ -49,7 +52,7 @@ def test_several_exits(tiny_model: Factory) -> None:
 def test_stages_of_a_worker_group_are_split_in_the_middle(
     num_layers: int, split: int
 ) -> None:
-    config = resolved({}, num_layers, stages=2)
+    config = resolved(GROUP, num_layers)
     assert config.partition == f"{split},{num_layers - split}"
     assert config.disable_by_batch_size == 8
 
@@ -61,11 +64,9 @@ def test_worker_group(tiny_model: Factory, heads_folder: Factory) -> None:
     )
     config = drafting(vllm_config)
     assert config.candidates == 4 and config.choice_of_drafts() == {}
-    assert vllm_config.parallel_config.worker_cls == METHODS["ppd"].group_worker
-    assert (
-        vllm_config.scheduler_config.scheduler_cls
-        == METHODS["ppd"].group_scheduler
-    )
+    group = METHODS["group"]
+    assert vllm_config.parallel_config.worker_cls == group.worker
+    assert vllm_config.scheduler_config.scheduler_cls == group.scheduler
     assert vllm_config.num_lookahead_tokens == 1
     for part in ("stages of 3 and 3 layers", "4 candidates", "4 micro-steps a"):
         assert part in config.summary()
@@ -76,10 +77,10 @@ def test_worker_group(tiny_model: Factory, heads_folder: Factory) -> None:
 
 
 def test_adaptive_is_for_verified_drafts() -> None:
-    assert resolved({}).adaptive
-    assert "up to 3 drafts" in resolved({}).summary()
-    assert not resolved({"adaptive": False}).adaptive
-    assert not resolved({}, stages=2).adaptive
+    config = resolved({"method": "cp"})
+    assert config.adaptive and "up to 3 drafts" in config.summary()
+    assert not resolved({"method": "cp", "adaptive": False}).adaptive
+    assert not resolved(GROUP).adaptive
     assert not resolved({"method": "dynamo", "verify": False}).adaptive
 
 
@@ -123,20 +124,20 @@ def test_heads_recommend_a_draft_vocabulary(
 
 
 @pytest.mark.parametrize(
-    ("given", "stages", "expected"),
+    ("given", "expected"),
     [
-        ({"method": "cp"}, 1, 2),
-        ({"exit_layer": 4}, 1, 2),
-        ({"method": "lookup"}, 1, 2),
-        ({"method": "cp", "prompt_lookup_min": 0}, 1, 0),
-        ({"method": "dynamo", "verify": False}, 1, None),
-        ({}, 2, None),
+        ({"method": "cp"}, 2),
+        ({"method": "early", "exit_layer": 4}, 2),
+        ({"method": "lookup"}, 2),
+        ({"method": "cp", "prompt_lookup_min": 0}, 0),
+        ({"method": "dynamo", "verify": False}, None),
+        (GROUP, None),
     ],
 )
 def test_lookups_are_the_default_where_drafts_are_verified(
-    given: dict[str, Any], stages: int, expected: int | None
+    given: dict[str, Any], expected: int | None
 ) -> None:
-    config = resolved(given, stages=stages)
+    config = resolved(given)
     assert config.prompt_lookup_min == expected
     assert ("lookup from" in config.summary()) == bool(expected)
 

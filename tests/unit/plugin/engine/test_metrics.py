@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our counters on the way of vLLM's statistics: worker, scheduler, serialisation, front
+"""Our counters on the way of vLLM's statistics: worker, scheduler, serialization, front
 end, several of these.
 """
 
@@ -24,6 +24,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
@@ -36,8 +37,11 @@ import sys
 from collections import defaultdict
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
+from vllm_ppd.vllm_plugins.config.options import parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.engine.metrics import Published
-published = Published("model", [0, 1], sys.argv[1] == "group")
+config = resolve(parse_options({"method": sys.argv[1]}), 6)
+published = Published("model", [0, 1], config)
 published.observe({"deferred_steps": 2.0}, 0)
 published.observe({"deferred_steps": 5.0}, 1)
 registry = CollectorRegistry()
@@ -85,7 +89,7 @@ def sent(stats: SchedulerStats | None) -> Any:
 def test_counts_arrive_once_where_vllms_do() -> None:
     """In Prometheus, and vLLM's own loggers find no key of ours."""
     vllm_config = VllmConfig()
-    ours = resolve(parse_options({}), 6, stages=2).model_dump_json()
+    ours = resolve(parse_options({"method": "group"}), 6).model_dump_json()
     vllm_config.additional_config = {CONFIG_KEY: ours}
     vllm_config.model_config = SimpleNamespace(served_model_name="test")  # type: ignore[assignment]
     manager = SimpleNamespace(engine_indexes=[0, 1])
@@ -121,13 +125,13 @@ def test_statistics_that_are_off_hold_nothing_back() -> None:
     assert not scheduler._pending
 
 
-@pytest.mark.parametrize("group", ["group", "alone"])
-def test_several_api_servers(tmp_path: Path, group: str) -> None:
+@pytest.mark.parametrize("method", ["group", "cp"])
+def test_several_api_servers(tmp_path: Path, method: str) -> None:
     """Each gets some steps; vLLM's /metrics adds the processes up. All counters are
     there from the start, those of a worker group where there is one.
     """
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FRONT_END, group]
+    command = [sys.executable, "-c", FRONT_END, method]
     for _ in range(2):
         run = subprocess.run(
             command,
@@ -140,8 +144,13 @@ def test_several_api_servers(tmp_path: Path, group: str) -> None:
     assert names == {
         name.partition("/")[0]
         for name in COUNTERS
-        if group == "group" or not name.startswith("group_")
+        if method == "group" or not name.startswith("group_")
     }
     for engine, steps in ((0, 4.0), (1, 10.0)):
         labels = f'{{engine="{engine}",model_name="model"}}'
         assert f"ppd:deferred_steps_total{labels} {steps}" in run.stdout
+        info = (
+            f'ppd_info{{engine="{engine}",heads="",method="{method}",'
+            f'model_name="model",verify="true",version="{platform.version()}"}} 1.0'
+        )
+        assert run.stdout.count(info) == 1

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of the stored results, for light and dark pages.
+
+    python -m vllm_ppd.benchmarks.pictures       # writes benchmarks/results/plots
+
+A method has the same color everywhere: ours are blue, vLLM's are grey.
+"""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+
+from vllm_ppd.benchmarks.report import (
+    RESULTS,
+    by_category,
+    predictions,
+    speed_up,
+    stored,
+)
+from vllm_ppd.benchmarks.storage import Run
+
+THEMES = {"": "default", "-dark": "dark_background"}
+# Text stays text, and the same picture is the same file
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm-ppd", "font.size": 8}
+COLORS = {
+    "medusa": "#c0c0c0",
+    "eagle": "#a0a0a0",
+    "ngram": "#707070",
+    "ngram_gpu": "#707070",
+    "early": "#9bd1f0",
+    "ppd early": "#9bd1f0",
+    "dynamo": "#45b5c4",
+    "lookup": "#8fa8f0",
+    "cp": "#4f9be8",
+    "cp + lookup": "#2460c8",
+    "group": "#7a63d8",
+}
+SYNTHETIC = "(synthetic), one H200, bfloat16, greedy"
+SPEEDS = {
+    "gpu_decode": f"SmolLM2-135M widened to 8.9B {SYNTHETIC}",
+    "gpu_decode_4b": f"SmolLM2-135M widened to 4.0B {SYNTHETIC}",
+    "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, bfloat16, greedy",
+}
+
+
+def greedy_runs(name: str) -> list[Run]:
+    return [run for run in stored(name) if not run["options"]["temperature"]]
+
+
+def draw_speeds(axes: Axes, name: str) -> None:
+    """Speedup of each system by batch size, with the interval over rounds."""
+    (run,) = greedy_runs(name)
+    shown = [system for system in COLORS if system in run["contenders"]]
+    sizes = sorted({turn["batch"] for turn in run["turns"]})
+    width = 0.85 / len(shown)
+    places = np.arange(len(sizes))
+    for number, system in enumerate(shown):
+        estimates = [speed_up(run, system, size) for size in sizes]
+        value, low, high = np.array(estimates).T
+        bars = axes.bar(
+            places + number * width,
+            value,
+            width * 0.9,
+            yerr=(value - low, high - value),
+            ecolor=plt.rcParams["text.color"],
+            color=COLORS[system],
+            label=system,
+        )
+        axes.bar_label(bars, fmt="%.2f", rotation=90, padding=2)
+    axes.axhline(1, color=plt.rcParams["text.color"])
+    axes.margins(y=0.15)
+    rounds = 1 + run["turns"][-1]["round"]
+    ticks = [f"batch {size}\n{rounds * size} prompts" for size in sizes]
+    axes.set_xticks(places + 0.4, ticks)
+    axes.set(
+        title=f"{SPEEDS[name]}, {rounds} rounds\n{run['time'][:10]}, "
+        f"commit {run['git'][:7]}",
+        ylabel="speedup over vLLM without speculation",
+    )
+    axes.legend(title="grey: vLLM's own", bbox_to_anchor=(1, 0.8))
+
+
+def draw_predictions(axes: Axes, _: str) -> None:
+    """Measured over predicted speedups at batch 1; right predictions lie on the line."""
+    for name, predicted, (value, low, high) in predictions():
+        sampled = name.endswith("T 0.8")
+        axes.errorbar(
+            predicted,
+            value,
+            ([value - low], [high - value]),
+            color=COLORS[name.partition(", ")[0]],
+            marker="s" if sampled else "o",
+        )
+        axes.text(
+            predicted,
+            value,
+            f" {name.partition(', T')[0]} ",
+            ha="right" if sampled else "left",
+            va="top" if sampled else "bottom",
+        )
+    axes.margins(x=0.12)
+    axes.axline((1, 1), slope=1, color=plt.rcParams["text.color"])
+    axes.set(
+        title="Batch 1 on two CPU cores, 4 prompts each (group: 5)\n"
+        "squares: T 0.8, circles: greedy",
+        xlabel="predicted speedup",
+        ylabel="measured speedup",
+    )
+
+
+def draw_categories(axes: Axes, name: str) -> None:
+    """Accepted drafts per step of each system and category of prompts."""
+    _, run, more = greedy_runs(name)  # the first has other prompts
+    accepted = by_category(run) | by_category(more)
+    systems = [system for system in COLORS if system in accepted]
+    values = np.array([[*accepted[system].values()] for system in systems])
+    axes.imshow(values, cmap="Blues", vmax=3, aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        axes.text(
+            column, row, f"{value:.2f}", color="black", ha="center", va="center"
+        )
+    categories = accepted[systems[0]]
+    axes.set_xticks(range(len(categories)), categories, rotation=40, ha="right")
+    axes.set_yticks(range(len(systems)), systems)
+    axes.set(
+        title="Accepted drafts per step, greedy, of up to 3 (dynamo: 2)",
+        xlabel="category of Spec-Bench, 8 to 14 prompts each",
+    )
+
+
+PICTURES = {
+    **dict.fromkeys(SPEEDS, draw_speeds),
+    "predicted": draw_predictions,
+    "acceptance": draw_categories,
+}
+
+
+def main(folder: Path = RESULTS / "plots") -> None:
+    """Write NAME.svg and NAME-dark.svg for each picture."""
+    for name, artist in PICTURES.items():
+        for suffix, theme in THEMES.items():
+            with plt.style.context([theme, STYLE]):
+                figure, axes = plt.subplots(
+                    figsize=(8, 3.6), layout="constrained"
+                )
+                artist(axes, name)
+                figure.savefig(
+                    folder / f"{name}{suffix}.svg",
+                    transparent=True,
+                    metadata={"Date": None},
+                )
+                plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
