@@ -55,7 +55,7 @@ EARLY = MethodSpec(
 METHODS: dict[str, MethodSpec] = {
     "ppd": replace(
         EARLY,
-        options=(*EARLY.options, "candidates", "heads"),
+        options=(*EARLY.options, "candidates", "heads", "learn", "learn_dir"),
         group_worker=f"{METHOD}.group.runner.GroupWorker",
         group_scheduler=f"{METHOD}.group.scheduler.GroupScheduler",
     ),
@@ -90,6 +90,14 @@ METHODS: dict[str, MethodSpec] = {
         options=("draft_vocab_size",),
     ),
 }
+
+# Of method lookup where method ppd has found no heads and learns some
+LEARNING = replace(
+    METHODS["lookup"],
+    title="prompt lookup while heads are learned",
+    drafter=f"{METHOD}.learning.drafter.LearnedDrafter",
+    speculator=f"{METHOD}.learning.speculator.LearningSpeculator",
+)
 
 # The first method of each kind of heads.
 METHOD_OF_HEADS = {

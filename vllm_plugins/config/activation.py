@@ -15,7 +15,11 @@ from vllm_ppd.heads.options import FitOptions
 from vllm_ppd.heads.target import check_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.found import fingerprint_at_hand, found_heads
+from vllm_ppd.vllm_plugins.config.found import (
+    fingerprint_at_hand,
+    found_heads,
+    learned_folder,
+)
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
     AUTO,
@@ -179,7 +183,7 @@ def _resolved(
         return checked(options)
     found = []
     if options.heads == AUTO:
-        found = found_heads(model_config, at_hand)
+        found = found_heads(model_config, at_hand, options.learn_dir)
     nexts = [*(f"heads {heads.model}" for heads in found[1:]), "lookups alone"]
     for heads, instead in zip(found, nexts, strict=False):
         try:
@@ -214,7 +218,35 @@ def _resolved(
             model_config.model,
             FitOptions.model_fields["minutes"].default,
         )
-    return checked(options.model_copy(update={"method": "lookup"}))
+    learns = _can_learn(options, args, model_config)
+    config = checked(
+        options.model_copy(update={"method": "lookup"}), learns=learns
+    )
+    if not learns or options.learn_dir is None:
+        return config
+    target = at_hand()
+    folder = learned_folder(options.learn_dir, target)
+    return config.model_copy(
+        update={"learn_folder": folder, "fingerprint": target}
+    )
+
+
+def _can_learn(
+    options: DraftingOptions, args: Any, model_config: ModelConfig
+) -> bool:
+    """Whether heads can be learned beside lookups.
+
+    Capped logits are no product of a matrix, of which a draft vocabulary reads a part.
+    An external launcher has a scheduler for each rank, whose orders would differ.
+    """
+    text = model_config.hf_text_config
+    return (
+        options.learn
+        and options.heads == AUTO
+        and not getattr(text, "final_logit_softcapping", None)
+        and not args.use_fp64_gumbel
+        and args.distributed_executor_backend != "external_launcher"
+    )
 
 
 def _checked(
@@ -224,6 +256,7 @@ def _checked(
     parallel_config: ParallelConfig,
     at_hand: Callable[[], TargetFingerprint],
     is_found: bool = False,
+    learns: bool = False,
 ) -> DraftingConfig:
     """The same for a method and heads that are decided.
 
@@ -241,6 +274,7 @@ def _checked(
         heads,
         parallel_config.pipeline_parallel_size,
         platform.is_cpu(),
+        learns,
     )
     refuse_scheduling(config, args)
     if is_found:

@@ -72,6 +72,16 @@ class DraftingOptions(BaseModel):
         "those that `ppd fit` has made for it on this machine; none with an option "
         "of early drafting or pipeline parallelism), none, or what model takes",
     )
+    learn: bool = Field(
+        True,
+        description="method ppd, where it finds no heads: learn some from the answers "
+        "that it serves",
+    )
+    learn_dir: str | None = Field(
+        None,
+        description="folder for learned heads, which the next start reads (default: "
+        "they are not written)",
+    )
     num_speculative_tokens: Drafts = Field(
         3,
         description="drafts per request and step (default 3, or what the heads "
@@ -220,6 +230,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             metavar=name.upper(),
             help=text,
         )
+    group.add_argument(
+        "--no-ppd-learn",
+        dest=PREFIX + "learn",
+        action="store_const",
+        const="false",
+        default=argparse.SUPPRESS,
+        help="the same as --ppd-learn false",
+    )
     return parser
 
 

@@ -34,7 +34,7 @@ def is_open(options: DraftingOptions, stages: int = 1) -> bool:
     An exit that was neither trained nor calibrated often costs more than it gains; a
     lookup costs nothing if it has no draft.
     """
-    early = {"model", *METHODS["ppd"].options} - {"heads"}
+    early = {"model", "candidates", *METHODS["paradecode"].options}
     return (
         options.method == "ppd"
         and stages == 1
@@ -48,6 +48,7 @@ def resolve(
     heads: HeadsConfig | None = None,
     stages: int = 1,
     on_cpu: bool = True,
+    learns: bool = False,
 ) -> DraftingConfig:
     """Fill in values that depend on the target (L layers), the heads, the pipeline
     stages and the machine.
@@ -62,7 +63,7 @@ def resolve(
     # Tokens of a group and unverified tokens are final
     if options.verify and stages == 1:
         defaults["prompt_lookup_min"] = BESIDE
-    if method.looks_up_alone:
+    if method.looks_up_alone and not learns:
         defaults = dict(LOOKUP)
     if "exit_layer" in method.options:
         # On a GPU a shallow pass is bound by launches, and fewer layers have fewer
@@ -96,6 +97,7 @@ def resolve(
         | {
             "num_layers": num_layers,
             "stages": stages,
+            "learns": learns,
             "cuts": method.cuts or bool(getattr(heads, "layers", ())),
             "heads_summary": "" if heads is None else heads.describe(),
             "adaptive": options.adaptive

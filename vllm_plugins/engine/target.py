@@ -298,6 +298,14 @@ class DraftVocabulary:
             rows, self.bias = self.lm_head.rows(self.token_ids)
             self.linear = target.linear(rows)
 
+    def choose(self, counts: Tensor) -> None:
+        """Draft the most frequent tokens of other counts [vocabulary], in place."""
+        if self.token_ids is not None:
+            self.token_ids.copy_(most_frequent(counts, self.size))
+            self._ids[:-1] = self.token_ids
+            self._entries.copy_(columns(self.token_ids, len(counts)))
+            self.refresh()
+
     def refresh(self) -> None:
         """Copy the rows of the LM head again, after its weights have changed."""
         if self.linear is not None:
