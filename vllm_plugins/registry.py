@@ -95,7 +95,7 @@ METHODS: dict[str, MethodSpec] = {
 LEARNING = replace(
     METHODS["lookup"],
     title="prompt lookup while heads are learned",
-    drafter=f"{METHOD}.learning.drafter.LearnedDrafter",
+    drafter=f"{METHOD}.cp.LearnedDrafter",
     speculator=f"{METHOD}.learning.speculator.LearningSpeculator",
 )
 

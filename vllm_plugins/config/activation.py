@@ -15,11 +15,7 @@ from vllm_ppd.heads.options import FitOptions
 from vllm_ppd.heads.target import check_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.found import (
-    fingerprint_at_hand,
-    found_heads,
-    learned_folder,
-)
+from vllm_ppd.vllm_plugins.config.found import fingerprint_at_hand, found_heads
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
     AUTO,
@@ -50,6 +46,8 @@ if TYPE_CHECKING:
     from vllm_ppd.heads.base import HeadsConfig, TargetFingerprint
 
 logger = logging.getLogger("vllm.vllm_ppd")
+
+DRAFTED = 3072  # most tokens that learned heads draft
 
 
 def active_config(holder: Any) -> DraftingConfig | None:
@@ -219,16 +217,10 @@ def _resolved(
             FitOptions.model_fields["minutes"].default,
         )
     learns = _can_learn(options, args, model_config)
-    config = checked(
-        options.model_copy(update={"method": "lookup"}), learns=learns
-    )
-    if not learns or options.learn_dir is None:
-        return config
-    target = at_hand()
-    folder = learned_folder(options.learn_dir, target)
-    return config.model_copy(
-        update={"learn_folder": folder, "fingerprint": target}
-    )
+    update: dict[str, Any] = {"method": "lookup"}
+    if learns:
+        update["draft_vocab_size"] = min(DRAFTED, model_config.get_vocab_size())
+    return checked(options.model_copy(update=update), learns=learns)
 
 
 def _can_learn(

@@ -68,11 +68,7 @@ def found_heads(
 
 def learned_folder(learn_dir: str, target: TargetFingerprint) -> str:
     """The folder of the heads that are learned for a target."""
-    return os.path.join(learn_dir, _name(target))
-
-
-def _name(target: TargetFingerprint) -> str:
-    return digest_of_value(target.model_dump())[:16]
+    return os.path.join(learn_dir, digest_of_value(target.model_dump())[:16])
 
 
 def _travelling(model_config: ModelConfig) -> list[Found]:
@@ -152,7 +148,7 @@ def _registry(target: TargetFingerprint | None = None) -> Path:
     root = Path(platform.variable("VLLM_CACHE_ROOT")) / "vllm_ppd_heads"
     if target is None:
         return root
-    return root / _name(target)
+    return Path(learned_folder(str(root), target))
 
 
 def fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm_ppd.heads.base import LARGEST_BATCH, TargetFingerprint
+from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.registry import (
     LEARNING,
@@ -27,9 +27,6 @@ class DraftingConfig(DraftingOptions):
     cuts: bool = False
     heads_summary: str = ""
     learns: bool = False  # whether heads are learned, beside lookups
-    # Where they are written, and the target that they are for
-    learn_folder: str | None = None
-    fingerprint: TargetFingerprint = TargetFingerprint()
 
     @property
     def spec(self) -> MethodSpec:

@@ -103,6 +103,8 @@ class CountingScheduler(Scheduler):
 class DraftingScheduler(CountingScheduler):
     """Chooses the number of drafts of each step."""
 
+    learning: Learning | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
@@ -115,7 +117,6 @@ class DraftingScheduler(CountingScheduler):
         self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
-        self.learning: Learning | None = None
         if config.learns:
             model = self.vllm_config.model_config.hf_text_config
             self.learning = Learning(model.hidden_size)

@@ -38,8 +38,6 @@ NOT_STEPS = {
     "heads_summary",
     "learn",
     "learn_dir",
-    "learn_folder",
-    "fingerprint",
 }
 # (requests, plans) -> seconds of a step with each
 TimeSteps = Callable[[int, Sequence[Plan]], list[float]]

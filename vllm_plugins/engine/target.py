@@ -21,6 +21,7 @@ from vllm.distributed import (
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import (
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -185,10 +186,10 @@ class TargetLMHead(LMHead):
         return getattr(self.lm_head, "bias", None)
 
     def rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of E* [tokens, hidden] and their bias [tokens], read as products, as the
-        LM head may be packed, sharded or quantised.
+        """Rows of E* [tokens, hidden] and their bias [tokens].
 
-        Rows are products with unit vectors. These have no bias: a bias would round
+        Those of a quantised LM head, and of a shard, which may be packed, are products
+        with unit vectors. These have no bias: a bias would round
         them, and subtracting it again would not restore them.
 
         Args:
@@ -209,6 +210,12 @@ class TargetLMHead(LMHead):
         dtype = self.model_config.dtype
         hidden_size = self.model_config.hf_text_config.hidden_size
         units = torch.eye(hidden_size, dtype=dtype, device=self.device)
+        zero = torch.zeros_like(units[:1])
+        bias = self.logits(zero, whole)[0, which].to(dtype)
+        plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
+        if whole and plain:
+            rows = VocabParallelEmbedding.forward(self.lm_head, token_ids)
+            return rows * self.logits_processor.scale, bias
         columns = []
         for part in units.split(UNITS_AT_ONCE):
             product = self.logits_processor(
@@ -218,10 +225,7 @@ class TargetLMHead(LMHead):
                 skip_gather=not whole,
             )
             columns.append(product[:, which].to(dtype))
-        rows = torch.cat(columns).t().contiguous()
-        zero = torch.zeros_like(units[:1])
-        bias = self.logits(zero, whole)[0, which]
-        return rows, bias.to(dtype)
+        return torch.cat(columns).t().contiguous(), bias
 
 
 class CopiedLMHead(LMHead):

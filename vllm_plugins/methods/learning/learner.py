@@ -8,28 +8,29 @@ A state h and the token x after it predict the next state h':
 
 which is the recurrence of CP heads without its gated layer. The sums of the regression
 grow by a block of positions at once. A solution is made in slices, one a step: the
-normal equations are factorised (Cholesky) and solved by panels, and the drafts of the
-result are compared with the tokens at held-out positions. A slice takes about as long
+normal equations are solved by panels of columns, and the drafts of the result are
+compared with the tokens at held-out positions. A slice takes about as long
 as the sums of a block, so no step waits for more.
 
 The same code runs on the CPU and on a GPU, and nothing waits for the device.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import get_tp_group
 
 from vllm_ppd.heads.cp.module import normed
-from vllm_ppd.vllm_plugins.draft_length.learning import BLOCK, HELD, Report
+from vllm_ppd.vllm_plugins.draft_length.learning import BLOCK, HELD
 from vllm_ppd.vllm_plugins.engine.staging import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.target import Target
-from vllm_ppd.vllm_plugins.methods.learning.drafter import LearnedDrafter
 from vllm_ppd.vllm_plugins.methods.learning.pairs import Positions
 
 # Of the regression, relative to the mean square of its inputs
 PENALTY = 1e-2
-PANEL = 256  # columns that a slice factorises
+PANEL = 256  # columns that a slice eliminates
 ROWS = 64  # held-out positions that a slice compares
 
 
@@ -37,23 +38,20 @@ class Learner:
     """Learns for a drafter.
 
     Args:
-        drafter: whose draft vocabulary the first solution sets.
+        drafter: a LearnedDrafter, whose draft vocabulary the first solution sets.
         target: loaded.
         held: HELD positions.
-        generation: how often the target's weights have changed.
+
+    Attributes:
+        slices: of the solution in work; each is computed when it is asked for.
+        result: how many solutions are finished; of the latest, see Report: accepted,
+            gained, squares.
     """
 
-    def __init__(
-        self,
-        drafter: LearnedDrafter,
-        target: Target,
-        held: Positions,
-        generation: int = 0,
-    ) -> None:
+    def __init__(self, drafter: Any, target: Target, held: Positions) -> None:
         self.drafter = drafter
         self.target = target
         self.held = held
-        self.generation = generation
         size = target.hidden_size
         device = target.device
         self.gram, self._factor = torch.zeros(
@@ -70,29 +68,20 @@ class Learner:
         self._accepted, self._in_use = torch.zeros(
             2, HELD, dtype=torch.int64, device=device
         )
-        self._result = DeviceCounts(4, device)
-        self._work: Iterator[None] | None = None
+        self.result = DeviceCounts(4, device)
+        self.slices: Iterator[None] = iter(())
         self._positions = 0  # in the sums
         self._solutions = 0
 
     def use(self, block: Positions) -> None:
         """Add a block of positions to the sums."""
-        inputs = self._inputs(block.states, block.tokens[:, 0])
-        change = block.following.float() - block.states.float()
+        inputs = self._inputs(block.states[:, 0], block.tokens[:, 0])
+        change = block.states[:, 1].float() - block.states[:, 0].float()
         self.gram.addmm_(inputs.T, inputs)
         self.product.addmm_(inputs.T, change)
         drafted = block.tokens[:, 1]
         self.counts.index_add_(0, drafted, torch.ones_like(drafted))
         self._positions += BLOCK
-
-    def solve(self) -> None:
-        """Begin a solution of the sums so far."""
-        self._work = self._slices()
-
-    def work(self) -> None:
-        """Compute a slice of a solution, if one is in work."""
-        if self._work is not None and next(self._work, self) is self:
-            self._work = None
 
     def _inputs(self, states: Tensor, tokens: Tensor) -> Tensor:
         """[RMSNorm(h); RMSNorm(E[x])] [positions, 2 d]."""
@@ -101,8 +90,8 @@ class Learner:
             [normed(states.float()), normed(embedded.float())], dim=1
         )
 
-    def _slices(self) -> Iterator[None]:
-        """A solution, and its comparison, in slices."""
+    def solve(self) -> Iterator[None]:
+        """A solution of the sums so far, and its comparison, in slices."""
         self._factor.copy_(self.gram)
         self._factor.diagonal().add_(PENALTY * self._positions)
         self.solution.copy_(self.product)
@@ -116,7 +105,7 @@ class Learner:
             self._compare(slice(int(rows[0]), int(rows[-1]) + 1))
             yield
         gained = self._accepted - self._in_use
-        result = self._result.value
+        result = self.result.value
         sums = [self._accepted.sum(), gained.sum(), gained.square().sum()]
         result[1:] = torch.stack(sums)
         result[0] += 1
@@ -124,11 +113,11 @@ class Learner:
     def _compare(self, rows: slice) -> None:
         """Count the drafts of the solution that are accepted at held-out positions."""
         vocabulary = self.drafter.vocabulary
-        state = self.held.states[rows].float()
+        state = self.held.states[rows, 0].float()
         tokens = self.held.tokens[rows]
         right = torch.ones_like(tokens[:, 0])
         accepted = torch.zeros_like(right)
-        for position in range(self.drafter.drafts):
+        for position in range(self.drafter.factors):
             inputs = self._inputs(state, tokens[:, position])
             state = state + inputs @ self.solution
             logits = vocabulary.logits(state.to(self.target.dtype))
@@ -138,65 +127,34 @@ class Learner:
         self._accepted[rows] = accepted
 
     def install(self) -> None:
-        """Draft by the latest solution, which is the first rank's, from here on."""
+        """Draft by the latest solution, that of the first rank, from here on."""
+        get_tp_group().broadcast(self.solution)
         self.drafter.install(self.solution)
         self._in_use.copy_(self._accepted)
-
-    def report(self, seen: int, held: int) -> Report:
-        """How far learning is, as far as the device has come.
-
-        Args:
-            seen, held: positions so far, see Pairs.
-        """
-        result = self._result.seen.tolist()
-        return Report(self.generation, seen, held, *result)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sums and their solution."""
-        tensors = [
-            self.gram,
-            self._factor,
-            self.product,
-            self.solution,
-            self.counts,
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        return 2 * (self.gram.nbytes + self.product.nbytes)
 
 
 def solve_in_slices(matrix: Tensor, values: Tensor) -> Iterator[None]:
-    """Solve M X = Y in place for a positive definite M, yielding between slices.
-
-    A slice factorises a panel of columns, M = L L^T, or applies it to what is left:
-    2 PANEL n^2 operations at most.
+    """Solve M X = Y in place for a positive definite M, by Gauss-Jordan elimination of a
+    panel of columns at once, yielding between slices of at most 2 PANEL n^2 operations.
 
     Args:
         matrix: M [n, n], overwritten.
-        values: Y [n, columns], which becomes X. It is not finite if M is not positive
-            definite.
+        values: Y [n, columns], which becomes X.
     """
-    panels = range(0, len(matrix), PANEL)
-    for start in panels:
+    for start in range(0, len(matrix), PANEL):
         panel = slice(start, start + PANEL)
-        rest = slice(start + PANEL, None)
-        corner, _ = torch.linalg.cholesky_ex(matrix[panel, panel])
-        matrix[panel, panel] = corner
-        matrix[rest, panel] = torch.linalg.solve_triangular(
-            corner.mT, matrix[rest, panel], upper=True, left=False
-        )
-        values[panel] = torch.linalg.solve_triangular(
-            corner, values[panel], upper=False
-        )
+        right = matrix[:, start + PANEL :]
+        inverse = torch.linalg.inv_ex(matrix[panel, panel]).inverse
+        values[panel] = inverse @ values[panel]
+        right[panel] = inverse @ right[panel]
+        column = matrix[:, panel].clone()
+        column[panel] = 0
+        values.addmm_(column, values[panel], alpha=-1)
         yield
-        below = matrix[rest, panel]
-        matrix[rest, rest].addmm_(below, below.mT, alpha=-1)
-        values[rest].addmm_(below, values[panel], alpha=-1)
-        yield
-    for start in reversed(panels):
-        panel = slice(start, start + PANEL)
-        values[panel] = torch.linalg.solve_triangular(
-            matrix[panel, panel].mT, values[panel], upper=True
-        )
-        above = matrix[panel, :start]
-        values[:start].addmm_(above.mT, values[panel], alpha=-1)
+        right.addmm_(column, right[panel], alpha=-1)
         yield

@@ -10,6 +10,7 @@ States of rejected drafts and of prompts are not kept. A request that is new, or
 after preemption, begins with its first state in the engine.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -26,24 +27,8 @@ NEVER = 1 << 40  # a position that no text has
 class Positions(NamedTuple):
     """Positions t of answers."""
 
-    states: Tensor  # [positions, hidden], normed
-    following: Tensor  # [positions, hidden], the states of t + 1
+    states: Tensor  # [positions, 2, hidden], normed, of t and t + 1
     tokens: Tensor  # [positions, K + 1] int64, the tokens after t
-
-    @classmethod
-    def allocate(cls, number: int, drafts: int, target: Target) -> "Positions":
-        """Zeros for a number of positions."""
-        states = torch.zeros(
-            2,
-            number,
-            target.hidden_size,
-            dtype=target.dtype,
-            device=target.device,
-        )
-        tokens = torch.zeros(
-            number, drafts + 1, dtype=torch.int64, device=target.device
-        )
-        return cls(states[0], states[1], tokens)
 
 
 class Pairs:
@@ -56,7 +41,8 @@ class Pairs:
         target: loaded.
 
     Attributes:
-        counts: positions that went to the ring, and that are held out.
+        complete: the ring's `size` positions, then HELD that are held out.
+        counts: positions that went to the ring, and that are held out, so far.
     """
 
     def __init__(
@@ -68,12 +54,8 @@ class Pairs:
         # A step adds K + 1 positions to K + 1 that are not complete
         self.window = 2 * (drafts + 1)
         # The last one takes what is not kept, here and among the complete ones
-        self.states = torch.zeros(
-            rows * self.window + 1,
-            target.hidden_size,
-            dtype=target.dtype,
-            device=device,
-        )
+        states = partial(torch.zeros, dtype=target.dtype, device=device)
+        self.states = states(rows * self.window + 1, target.hidden_size)
         # [rows], the first position that is not complete
         self.first = torch.full((rows,), NEVER, device=device)
         # The device may be two steps ahead of the block that the host names
@@ -81,7 +63,10 @@ class Pairs:
         self.size = blocks * BLOCK
         # The ring, what is held out, and one
         slots = self.size + HELD + 1
-        self.complete = Positions.allocate(slots, drafts, target)
+        self.complete = Positions(
+            states(slots, 2, target.hidden_size),
+            torch.zeros(slots, drafts + 1, dtype=torch.int64, device=device),
+        )
         self.counts = DeviceCounts(2, device)
         self.holds_out = torch.zeros(rows, dtype=torch.bool, device=device)
         self._ahead = torch.arange(drafts + 1, device=device)
@@ -134,11 +119,10 @@ class Pairs:
         positions = torch.where(complete, positions, 0)
         ahead = positions[:, :, None] + 1 + self._ahead
         tokens = texts.all_token_ids.gpu[rows[:, :, None], ahead]
-        states = self._slots(rows, positions, complete).flatten()
-        following = self._slots(rows, positions + 1, complete).flatten()
+        pairs = [self._slots(rows, positions + i, complete) for i in (0, 1)]
+        states = self.states[torch.stack(pairs, dim=2).flatten(0, 1)]
         slots = self._free_slots(complete, self.holds_out[rows])
-        self.complete.states.index_copy_(0, slots, self.states[states])
-        self.complete.following.index_copy_(0, slots, self.states[following])
+        self.complete.states.index_copy_(0, slots, states)
         self.complete.tokens.index_copy_(0, slots, tokens.flatten(0, 1).long())
         self.first[rows[:, 0]] += complete.sum(1)
 
@@ -160,16 +144,8 @@ class Pairs:
         self.counts.value += torch.stack([learned.sum(), held_out.sum()])
         return slots
 
-    def block(self, number: int) -> Positions:
-        """A block of positions: views of the ring."""
-        start = number * BLOCK % self.size
-        return self._part(start, BLOCK)
-
-    def held_out(self) -> Positions:
-        """The HELD positions that are held out: views."""
-        return self._part(self.size, HELD)
-
-    def _part(self, start: int, length: int) -> Positions:
+    def part(self, start: int, length: int) -> Positions:
+        """Some complete positions: views."""
         parts = [part[start : start + length] for part in self.complete]
         return Positions(*parts)
 

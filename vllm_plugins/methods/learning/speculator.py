@@ -6,19 +6,26 @@ the heads is paid before they are installed.
 """
 
 import logging
-from collections.abc import Iterable
+from threading import Thread
 from typing import Any
 
+from torch import Tensor
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_tp_group
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_ppd.kernels.staging import StepEnd
+from vllm_ppd.heads.folder import save_heads
+from vllm_ppd.vllm_plugins.config.found import fingerprint_at_hand, learned_folder
 from vllm_ppd.vllm_plugins.config.request_options import request_options
-from vllm_ppd.vllm_plugins.draft_length.learning import BLOCK, Orders, Report
+from vllm_ppd.vllm_plugins.draft_length.learning import (
+    BLOCK,
+    HELD,
+    Orders,
+    Report,
+)
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import LookupDrafter
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
-from vllm_ppd.vllm_plugins.methods.learning.drafter import LearnedDrafter
 from vllm_ppd.vllm_plugins.methods.learning.learner import Learner
 from vllm_ppd.vllm_plugins.methods.learning.pairs import Pairs
 
@@ -28,17 +35,19 @@ logger = logging.getLogger("vllm.vllm_ppd")
 class LearningSpeculator(Speculator):
     """Learns, and drives the drafter over what is learned once that is installed."""
 
-    heads: LearnedDrafter
+    heads: Any  # a LearnedDrafter
     # None: learning has ended
     learner: Learner | None = None
     pairs: Pairs | None = None
+    _generation = 0
+    lookup_graphs: CudaGraphManager | None = None
 
     def load_draft_model(self, *args: Any, **kwargs: Any) -> Any:
         super().load_draft_model(*args, **kwargs)
-        assert isinstance(self.drafter, LearnedDrafter)
         self.heads = self.drafter
         self.lookups = LookupDrafter()
         self._begin()
+        self._use_heads(True)  # until requests come, as they take more memory
         assert self.learner is not None and self.pairs is not None
         taken = self.learner.nbytes + self.pairs.nbytes
         logger.info(
@@ -47,7 +56,7 @@ class LearningSpeculator(Speculator):
             taken / 1e6,
         )
 
-    def _begin(self, generation: int = 0) -> None:
+    def _begin(self) -> None:
         """Learn from nothing, and draft by lookups alone until then."""
         self.learner = None  # frees its memory
         self.pairs = None
@@ -57,10 +66,9 @@ class LearningSpeculator(Speculator):
             self.req_states,
             self.target,
         )
-        self.learner = Learner(
-            self.heads, self.target, self.pairs.held_out(), generation
-        )
-        self._generation = generation
+        held = self.pairs.part(self.pairs.size, HELD)
+        self.learner = Learner(self.heads, self.target, held)
+        self._installed = False
         self._use_heads(False)
 
     def _use_heads(self, used: bool) -> None:
@@ -68,46 +76,30 @@ class LearningSpeculator(Speculator):
         assert self.lookup is not None
         self.lookup.alone = not used
 
-    @property
-    def uses_heads(self) -> bool:
-        return self.drafter is self.heads
-
     def refresh(self) -> None:
         """Drop what was learned, and learn anew from the changed weights."""
         self.heads.refresh()
-        self._begin(self._generation + 1)
+        self._generation += 1
+        self._begin()
         assert self.lookup is not None
         self.lookup.forget()
 
     # Drafts, of both kinds -------------------------------------------------------------
-
-    def _warm_up(self, sizes: Iterable[int]) -> None:
-        before = self.uses_heads
-        sizes = list(sizes)
-        for used in (True, False):
-            self._use_heads(used)
-            super()._warm_up(sizes)
-        self._use_heads(before)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         super().init_cudagraph_manager(cudagraph_mode)
         self.lookup_graphs = self._new_graphs(cudagraph_mode)
 
     def capture(self) -> None:
-        self._use_heads(True)
         super().capture()
         self._use_heads(False)
         self._capture("looked-up", self.lookup_graphs)
+        self._use_heads(True)
 
     def _graphs_of(self, sampled: bool) -> CudaGraphManager | None:
-        if self.uses_heads:
-            return super()._graphs_of(sampled)
-        return self.lookup_graphs
-
-    def _run(
-        self, requests: int, sampled: bool, end: StepEnd | None = None
-    ) -> None:
-        super()._run(requests, sampled and self.uses_heads, end)
+        if self.drafter is self.lookups:
+            return self.lookup_graphs
+        return super()._graphs_of(sampled)
 
     # Learning -------------------------------------------------------------------------
 
@@ -128,25 +120,50 @@ class LearningSpeculator(Speculator):
 
     def follow(self, orders: Orders) -> None:
         learner = self.learner
-        if learner is None or orders.generation != learner.generation:
+        if learner is None or orders.generation != self._generation:
             return
         assert self.pairs is not None
         if orders.install:
             learner.install()
-            self._use_heads(True)
+            self._installed = True
             self.counters.add("learned_solutions")
+        self._use_heads(self._installed)
         if orders.end:
-            self.learner = None
-            self.pairs = None
+            self._end(learner.counts)
             return
         if orders.block is not None:
-            learner.use(self.pairs.block(orders.block))
+            start = orders.block * BLOCK % self.pairs.size
+            learner.use(self.pairs.part(start, BLOCK))
             self.counters.add("learned_positions", BLOCK)
         if orders.solve:
-            learner.solve()
-        learner.work()
+            learner.slices = learner.solve()
+        next(learner.slices, None)
 
     def report(self) -> Report | None:
         if self.learner is None or self.pairs is None:
             return None
-        return self.learner.report(*self.pairs.counts.seen.tolist())
+        counts = self.pairs.counts.seen.tolist()
+        result = self.learner.result.seen.tolist()
+        return Report(self._generation, *counts, *result)
+
+    def _end(self, counts: Tensor) -> None:
+        """Free the memory, and write the heads in use if the user has named a folder."""
+        self.learner = None
+        self.pairs = None
+        written = self.config.learn_dir and get_tp_group().is_first_rank
+        if written and self._installed:
+            tensors = self.heads.tensors | {"token_counts": counts}
+            Thread(target=self._save, args=[tensors]).start()
+
+    def _save(self, tensors: dict[str, Tensor]) -> None:
+        target = fingerprint_at_hand(self.vllm_config.model_config)
+        folder = learned_folder(str(self.config.learn_dir), target)
+        heads = self.heads.heads.model_copy(update={"fingerprint": target})
+        try:
+            save_heads(folder, heads, tensors)
+        except OSError as error:
+            logger.warning(
+                "vllm-ppd: learned heads cannot be written to %s (%s)",
+                folder,
+                error,
+            )
