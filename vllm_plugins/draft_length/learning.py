@@ -114,12 +114,14 @@ class Learning:
             self._compared = report.solutions
             install = report.gains()
             self._judge(report, install)
-        idle = self._compared == self._solutions and report.held >= HELD
-        solve = idle and self._positions >= (self._marks or [math.inf])[0]
+        reached = [mark for mark in self._marks if mark <= self._positions]
+        idle = self._compared == self._solutions
+        solve = bool(reached) and idle and report.held >= HELD
         if solve:
             self._solutions += 1
-            self._marks = [m for m in self._marks if m > self._positions]
-        self._ended = self._useless >= USELESS or (idle and not self._marks)
+            self._marks = self._marks[len(reached) :]
+        last = idle and not solve and not self._marks
+        self._ended = last or self._useless >= USELESS
         return Orders(report.generation, ordered, solve, install, self._ended)
 
     def _judge(self, report: Report, installed: bool) -> None:
@@ -128,12 +130,11 @@ class Learning:
         self.installed |= installed
         accepted = report.accepted / HELD
         logger.info(
-            "vllm-ppd: heads learned from %d positions %s: of their drafts, %.3f are "
-            "accepted at %d held-out positions, %.2f tokens a step (before: %.2f)",
+            "vllm-ppd: heads learned from %d positions %s: %.3f of their drafts are "
+            "accepted at each of %d held-out positions (before: %.3f)",
             self._positions,
             "draft from here on" if installed else "gain nothing",
             accepted,
             HELD,
-            1 + accepted,
-            1 + accepted - report.gained / HELD,
+            accepted - report.gained / HELD,
         )

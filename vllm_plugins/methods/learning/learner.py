@@ -132,11 +132,6 @@ class Learner:
         self.drafter.install(self.solution)
         self._in_use.copy_(self._accepted)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums and their solution."""
-        return 2 * (self.gram.nbytes + self.product.nbytes)
-
 
 def solve_in_slices(matrix: Tensor, values: Tensor) -> Iterator[None]:
     """Solve M X = Y in place for a positive definite M, by Gauss-Jordan elimination of a

@@ -148,8 +148,3 @@ class Pairs:
         """Some complete positions: views."""
         parts = [part[start : start + length] for part in self.complete]
         return Positions(*parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states and tokens."""
-        return sum(part.nbytes for part in (self.states, *self.complete))

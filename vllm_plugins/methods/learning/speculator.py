@@ -31,6 +31,8 @@ from vllm_ppd.vllm_plugins.methods.learning.pairs import Pairs
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
+SAVING = "vllm-ppd saves learned heads"  # name of a thread
+
 
 class LearningSpeculator(Speculator):
     """Learns, and drives the drafter over what is learned once that is installed."""
@@ -49,7 +51,9 @@ class LearningSpeculator(Speculator):
         self._begin()
         self._use_heads(True)  # until requests come, as they take more memory
         assert self.learner is not None and self.pairs is not None
-        taken = self.learner.nbytes + self.pairs.nbytes
+        sums = [self.learner.gram, self.learner.product]
+        parts = [*sums, *sums, self.pairs.states, *self.pairs.complete]
+        taken = sum(part.nbytes for part in parts)
         logger.info(
             "vllm-ppd: learning heads from the traffic takes %.0f MB until it ends; "
             "--no-ppd-learn turns it off",
@@ -153,7 +157,7 @@ class LearningSpeculator(Speculator):
         written = self.config.learn_dir and get_tp_group().is_first_rank
         if written and self._installed:
             tensors = self.heads.tensors | {"token_counts": counts}
-            Thread(target=self._save, args=[tensors]).start()
+            Thread(None, self._save, SAVING, [tensors]).start()
 
     def _save(self, tensors: dict[str, Tensor]) -> None:
         target = fingerprint_at_hand(self.vllm_config.model_config)
