@@ -113,7 +113,9 @@ class Learning:
         if report.solutions > self._compared:
             self._compared = report.solutions
             install = report.gains()
-            self._judge(report, install)
+            self._useless = 0 if install else self._useless + 1
+            self.installed |= install
+            self._log(report, install)
         reached = [mark for mark in self._marks if mark <= self._positions]
         idle = self._compared == self._solutions
         solve = bool(reached) and idle and report.held >= HELD
@@ -124,10 +126,7 @@ class Learning:
         self._ended = last or self._useless >= USELESS
         return Orders(report.generation, ordered, solve, install, self._ended)
 
-    def _judge(self, report: Report, installed: bool) -> None:
-        """Note a solution."""
-        self._useless = 0 if installed else self._useless + 1
-        self.installed |= installed
+    def _log(self, report: Report, installed: bool) -> None:
         accepted = report.accepted / HELD
         logger.info(
             "vllm-ppd: heads learned from %d positions %s: %.3f of their drafts are "

@@ -164,11 +164,8 @@ class DraftingRunnerMixin(UpdatedRunner):
                 rows = state.input_batch.idx_mapping_np
                 taken = lookup.taken(rows)
                 setattr(output.model_runner_output, MATCHED, taken)
-            if self._orders is not None:
-                self.speculator.follow(self._orders)
-            report = self.speculator.report()
-            if report is not None:
-                setattr(output.model_runner_output, LEARNED, report)
+            report = self.speculator.follow(self._orders)
+            setattr(output.model_runner_output, LEARNED, report)
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:

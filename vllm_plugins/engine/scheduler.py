@@ -118,8 +118,8 @@ class DraftingScheduler(CountingScheduler):
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         if config.learns:
-            model = self.vllm_config.model_config.hf_text_config
-            self.learning = Learning(model.hidden_size)
+            model_config = self.vllm_config.model_config
+            self.learning = Learning(model_config.get_hidden_size())
         self._kinds: dict[str, int] = {}  # of the requests
         # Drafts of requests that asked for fewer than all
         self._limits: dict[str, int] = {}

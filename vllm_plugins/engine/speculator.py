@@ -341,11 +341,12 @@ class Speculator(DraftModelSpeculator):
     def record(self, *step: Any) -> None:
         """Learn from a verified step; arguments are those of Pairs.record."""
 
-    def follow(self, orders: Orders) -> None:
-        """Follow the scheduler's orders about learning."""
+    def follow(self, orders: Orders | None) -> Report | None:
+        """Follow the scheduler's orders about learning.
 
-    def report(self) -> Report | None:
-        """How far learning is; None if nothing is learned."""
+        Returns:
+            How far learning is; None if nothing is learned.
+        """
         return None
 
     def take_counts(self) -> None:

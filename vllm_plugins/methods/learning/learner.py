@@ -38,7 +38,7 @@ class Learner:
     """Learns for a drafter.
 
     Args:
-        drafter: a LearnedDrafter, whose draft vocabulary the first solution sets.
+        drafter: a LearnedDrafter, whose draft vocabulary each solution sets.
         target: loaded.
         held: HELD positions.
 
@@ -71,7 +71,6 @@ class Learner:
         self.result = DeviceCounts(4, device)
         self.slices: Iterator[None] = iter(())
         self._positions = 0  # in the sums
-        self._solutions = 0
 
     def use(self, block: Positions) -> None:
         """Add a block of positions to the sums."""
@@ -96,13 +95,11 @@ class Learner:
         self._factor.diagonal().add_(PENALTY * self._positions)
         self.solution.copy_(self.product)
         yield
-        self._solutions += 1
-        if self._solutions == 1:
-            self.drafter.vocabulary.choose(self.counts)
-            yield
+        self.drafter.vocabulary.choose(self.counts)
+        yield
         yield from solve_in_slices(self._factor, self.solution)
-        for rows in torch.arange(HELD).split(ROWS):
-            self._compare(slice(int(rows[0]), int(rows[-1]) + 1))
+        for start in range(0, HELD, ROWS):
+            self._compare(slice(start, start + ROWS))
             yield
         gained = self._accepted - self._in_use
         result = self.result.value

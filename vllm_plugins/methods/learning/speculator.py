@@ -122,11 +122,19 @@ class LearningSpeculator(Speculator):
         if self.pairs is not None:
             self.pairs.record(*step)
 
-    def follow(self, orders: Orders) -> None:
+    def follow(self, orders: Orders | None) -> Report | None:
+        if orders is not None and orders.generation == self._generation:
+            self._learn(orders)
+        if self.learner is None or self.pairs is None:
+            return None
+        counts = self.pairs.counts.seen.tolist()
+        result = self.learner.result.seen.tolist()
+        return Report(self._generation, *counts, *result)
+
+    def _learn(self, orders: Orders) -> None:
         learner = self.learner
-        if learner is None or orders.generation != self._generation:
+        if learner is None or self.pairs is None:
             return
-        assert self.pairs is not None
         if orders.install:
             learner.install()
             self._installed = True
@@ -142,13 +150,6 @@ class LearningSpeculator(Speculator):
         if orders.solve:
             learner.slices = learner.solve()
         next(learner.slices, None)
-
-    def report(self) -> Report | None:
-        if self.learner is None or self.pairs is None:
-            return None
-        counts = self.pairs.counts.seen.tolist()
-        result = self.learner.result.seen.tolist()
-        return Report(self._generation, *counts, *result)
 
     def _end(self, counts: Tensor) -> None:
         """Free the memory, and write the heads in use if the user has named a folder."""

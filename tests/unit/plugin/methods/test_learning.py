@@ -13,7 +13,12 @@ from learned import SMALL, learn_from_few
 from torch import Tensor
 
 from vllm_ppd.heads.cp.recipe import ridge
-from vllm_ppd.vllm_plugins.draft_length.learning import Learning, Report
+from vllm_ppd.vllm_plugins.draft_length import learning as module
+from vllm_ppd.vllm_plugins.draft_length.learning import (
+    Learning,
+    Orders,
+    Report,
+)
 from vllm_ppd.vllm_plugins.methods.learning.learner import (
     Learner,
     solve_in_slices,
@@ -187,9 +192,9 @@ def test_positions_are_those_of_answers() -> None:
     # Some were not complete when their request ended
     assert both <= expected
     assert len(both) > 0.9 * len(expected)
-    # One request was met when enough was held out
+    # Only requests that ran when enough was held out are in both
     learned, held_out = ({place // 1000 for place in part} for part in found)
-    assert len(learned & held_out) <= 1
+    assert len(learned & held_out) <= 4 < len(learned | held_out)
 
 
 def drafting(table: Tensor) -> Any:
@@ -229,66 +234,73 @@ def test_a_linear_target_is_learned() -> None:
     table = torch.randn(VOCAB, D)
     target = target_of(table)
     everything = answers(table, HELD + 32 * BLOCK)
-    held, *blocks = (
-        Positions(*(part[start:end] for part in everything))
-        for start, end in [
-            (0, HELD),
-            *((HELD + i * BLOCK, HELD + (i + 1) * BLOCK) for i in range(32)),
-        ]
+    held, rest = (
+        Positions(*parts)
+        for parts in zip(
+            *(part.tensor_split([HELD]) for part in everything), strict=True
+        )
     )
+    blocks = [
+        Positions(*parts)
+        for parts in zip(*(part.split(BLOCK) for part in rest), strict=True)
+    ]
     learner = Learner(drafting(table), target, held)
     for block in blocks:
         learner.use(block)
-    slices = list(learner.solve())
-    assert len(slices) > HELD / int(SMALL["ROWS"])
+    list(learner.solve())
     inputs = []
     for block in blocks:
         read = learner._inputs(block.states[:, 0], block.tokens[:, 0])
         inputs.append((read, block.states[:, 1] - block.states[:, 0]))
     expected, _ = ridge(inputs, D)
-    assert learner.solution.corrcoef().isfinite().all()
     drift = (learner.solution.double() - expected).norm() / expected.norm()
     assert drift < 0.05
     solutions, accepted, gained, squares = learner.result.seen.tolist()
     assert solutions == 1 and accepted == gained
     assert accepted > 0.9 * K * HELD and squares <= K * gained
-    report = Report(0, 0, HELD, *learner.result.seen.tolist())
-    assert report.gains()
     learner._in_use.copy_(learner._accepted)
     list(learner.solve())
-    again = Report(0, 0, HELD, *learner.result.seen.tolist())
-    assert again.solutions == 2 and again.gained == 0 and not again.gains()
+    assert learner.result.seen.tolist() == [2, accepted, 0, 0]
 
 
 def test_orders() -> None:
-    """Blocks once, the latest; solutions at the marks; an end after two without gain,
-    or the last; all anew with new weights.
+    """Blocks once, the latest; solutions at the marks; an end after the last; all anew
+    with new weights.
     """
     learning = Learning(32)  # solutions from 128 positions and from 256
-    first = learning.orders()
-    assert first is not None and not any(first[2:]) and first.block is None
-    learning.observe(Report(seen=3 * BLOCK + 5))
-    orders = [learning.orders() for _ in range(2)]
-    assert [o.block for o in orders if o is not None] == [2, None]
-    learning.observe(Report(seen=4 * BLOCK, held=HELD))
-    order = learning.orders()
-    assert order is not None and order.block == 3 and order.solve
-    assert learning.orders() == (0, None, False, False, False)
-    learning.observe(Report(0, 4 * BLOCK, HELD, 1, 90, 90, 90))
-    order = learning.orders()
-    assert order is not None and order.install and learning.installed
-    learning.observe(Report(0, 6 * BLOCK, HELD, 1, 90, 90, 90))
-    learning.orders()
-    learning.observe(Report(0, 7 * BLOCK, HELD, 1, 90, 90, 90))
-    order = learning.orders()
-    assert order is not None and order.solve and not order.end
-    learning.observe(Report(0, 7 * BLOCK, HELD, 2, 80, -10, 10))
-    order = learning.orders()
-    assert order is not None and order.end and not order.install
-    assert learning.installed and learning.orders() is None
-    learning.observe(Report(1))
-    assert not learning.installed
-    assert learning.orders() == (1, None, False, False, False)
+    better = {"accepted": 90, "gained": 90, "squares": 90}
+    reports = [
+        (Report(), Orders(0)),
+        (Report(seen=3 * BLOCK + 5), Orders(0, 2)),
+        (Report(seen=3 * BLOCK + 6), Orders(0)),
+        (Report(seen=4 * BLOCK), Orders(0, 3)),
+        (Report(seen=4 * BLOCK, held=HELD), Orders(0, solve=True)),
+        (Report(seen=6 * BLOCK, held=HELD), Orders(0, 5)),
+        (
+            Report(0, 7 * BLOCK, HELD, 1, **better),
+            Orders(0, 6, solve=True, install=True),
+        ),
+        (Report(0, 7 * BLOCK, HELD, 1, **better), Orders(0)),
+        (Report(0, 7 * BLOCK, HELD, 2), Orders(0, end=True)),
+        (Report(0, 8 * BLOCK, HELD, 2), None),
+        (Report(1), Orders(1)),
+    ]
+    for report, orders in reports:
+        learning.observe(report)
+        assert learning.orders() == orders
+        assert learning.installed == (report.solutions > 0)
+
+
+def test_learning_ends_after_two_solutions_without_gain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MARKS", (1, 2, 3))
+    learning = Learning(BLOCK)
+    for number in (1, 2):
+        learning.observe(Report(0, number * BLOCK, HELD, number - 1))
+        assert learning.orders() == Orders(0, number - 1, solve=True)
+    learning.observe(Report(0, 2 * BLOCK, HELD, 2))
+    assert learning.orders() == Orders(0, end=True)
 
 
 def test_a_gain_is_beyond_the_interval() -> None:
