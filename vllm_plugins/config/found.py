@@ -59,7 +59,7 @@ def found_heads(
         logger.warning(
             "vllm-ppd: the heads of `ppd fit` cannot be listed (%s)", error
         )
-    if learn_dir is not None:
+    if learn_dir is not None and at_hand() != TargetFingerprint():
         learned = learned_folder(learn_dir, at_hand())
         if os.path.lexists(learned):
             found.append(Found(learned, "an earlier start has learned them"))

@@ -23,7 +23,6 @@ from vllm_ppd.vllm_plugins.draft_length.learning import (
     Orders,
     Report,
 )
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import LookupDrafter
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.methods.learning.learner import Learner
@@ -76,7 +75,7 @@ class LearningSpeculator(Speculator):
         self._use_heads(False)
 
     def _use_heads(self, used: bool) -> None:
-        self.drafter: Drafter = self.heads if used else self.lookups
+        self.drafter = self.heads if used else self.lookups
         assert self.lookup is not None
         self.lookup.alone = not used
 
