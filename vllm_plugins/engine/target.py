@@ -21,7 +21,6 @@ from vllm.distributed import (
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import (
-    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -212,8 +211,8 @@ class TargetLMHead(LMHead):
         units = torch.eye(hidden_size, dtype=dtype, device=self.device)
         zero = torch.zeros_like(units[:1])
         bias = self.logits(zero, whole)[0, which].to(dtype)
-        plain = isinstance(self.lm_head.quant_method, UnquantizedEmbeddingMethod)
-        if whole and plain:
+        weight = getattr(self.lm_head, "weight", None)
+        if whole and weight is not None and weight.dtype == dtype:
             rows = VocabParallelEmbedding.forward(self.lm_head, token_ids)
             return rows * self.logits_processor.scale, bias
         columns = []
