@@ -42,12 +42,20 @@ LENGTH = 120
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer tokens in the draft vocabulary than the tiny model has."""
     learn_from_few(monkeypatch)
-    monkeypatch.setattr(activation, "DRAFTED", 200)
+    monkeypatch.setattr(
+        activation,
+        "DRAFTED",
+        200,
+    )
 
 
 @pytest.fixture(scope="module")
 def expected(engine: Factory) -> list[list[int]]:
-    return generate(engine(), REQUESTS, greedy(LENGTH))
+    return generate(
+        engine(),
+        REQUESTS,
+        greedy(LENGTH),
+    )
 
 
 def learning(llm: Any) -> bool:
@@ -58,7 +66,11 @@ def teach(llm: Any, expected: list[list[int]], **params: Any) -> Counter[str]:
     """Ask until learning has ended, and compare each answer."""
     with counting(llm) as seen:
         for _ in range(8):
-            answers = generate(llm, REQUESTS, greedy(LENGTH, **params))
+            answers = generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH, **params),
+            )
             assert answers == expected
             if not learning(llm):
                 break
@@ -71,7 +83,14 @@ def accepted_of_heads(llm: Any, expected: list[list[int]]) -> int:
     lookup.gains.fill_(-LIMIT)
     shortest, lookup.shortest = lookup.shortest, 1000
     with counting(llm) as seen:
-        assert generate(llm, REQUESTS, greedy(LENGTH)) == expected
+        assert (
+            generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH),
+            )
+            == expected
+        )
     lookup.shortest = shortest
     lookup.forget()
     return seen["accepted"]
@@ -86,7 +105,11 @@ def test_learned_heads_draft(
     adaptive: bool,
 ) -> None:
     options = PPD | {"adaptive": adaptive}
-    llm = start_engine(tiny_model(), options, async_scheduling=asynchronous)
+    llm = start_engine(
+        tiny_model(),
+        options,
+        async_scheduling=asynchronous,
+    )
     with our_log(logging.INFO) as lines:
         seen = teach(llm, expected)
     assert not learning(llm)
@@ -96,17 +119,42 @@ def test_learned_heads_draft(
     if not adaptive:
         assert accepted_of_heads(llm, expected) > 50
     with counting(llm) as seen:
-        assert generate(llm, REQUESTS, greedy(LENGTH)) == expected
+        assert (
+            generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH),
+            )
+            == expected
+        )
     assert not seen["learned_positions"]
 
 
 def test_sampled_output_is_the_same(tiny_model: Factory, engine: Factory) -> None:
-    params = [greedy(60, temperature=0.8, seed=i) for i in range(len(REQUESTS))]
-    texts = generate(engine(on_v2=True), REQUESTS, params)
+    params = [
+        greedy(
+            60,
+            temperature=0.8,
+            seed=i,
+        )
+        for i in range(len(REQUESTS))
+    ]
+    texts = generate(
+        engine(on_v2=True),
+        REQUESTS,
+        params,
+    )
     llm = start_engine(tiny_model(), PPD)
     with counting(llm) as seen:
         for _ in range(8):
-            assert generate(llm, REQUESTS, params) == texts
+            assert (
+                generate(
+                    llm,
+                    REQUESTS,
+                    params,
+                )
+                == texts
+            )
     assert seen["learned_solutions"] > 0
 
 
@@ -114,7 +162,11 @@ def test_requests_that_opt_out_are_left_out(
     tiny_model: Factory, expected: list[list[int]]
 ) -> None:
     llm = start_engine(tiny_model(), PPD)
-    seen = teach(llm, expected, extra_args={"ppd_learn": False})
+    seen = teach(
+        llm,
+        expected,
+        extra_args={"ppd_learn": False},
+    )
     assert learning(llm) and not seen["learned_positions"]
     assert drafter_of(llm).pairs.counts.seen.tolist() == [0, 0]
 
@@ -147,8 +199,16 @@ def operators(llm: Any) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("execute_model", "sample_tokens"):
-            patch.setattr(runner, name, counted(getattr(runner, name)))
-        generate(llm, REQUESTS[:1], greedy(20))
+            patch.setattr(
+                runner,
+                name,
+                counted(getattr(runner, name)),
+            )
+        generate(
+            llm,
+            REQUESTS[:1],
+            greedy(20),
+        )
     return counting_mode.counts
 
 
@@ -158,7 +218,11 @@ def test_nothing_is_launched_where_nothing_was_gained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Learning ends by itself, and steps are those of lookups alone."""
-    monkeypatch.setattr(Report, "gains", lambda report: False)
+    monkeypatch.setattr(
+        Report,
+        "gains",
+        lambda report: False,
+    )
     llm = start_engine(tiny_model(), PPD)
     while_learning = operators(llm)
     seen = teach(llm, expected)
@@ -184,10 +248,21 @@ def test_new_weights_are_learned_anew(
 ) -> None:
     llm = start_engine(tiny_model(), PPD)
     teach(llm, expected)
-    change_weights(llm, other_model, "reload")
+    change_weights(
+        llm,
+        other_model,
+        "reload",
+    )
     assert learning(llm) and drafter_of(llm).lookup.alone
     others = start_engine(other_model, None)
-    seen = teach(llm, generate(others, REQUESTS, greedy(LENGTH)))
+    seen = teach(
+        llm,
+        generate(
+            others,
+            REQUESTS,
+            greedy(LENGTH),
+        ),
+    )
     assert not learning(llm) and seen["learned_solutions"] > 0
     assert scheduler_of(llm).learning.installed
 

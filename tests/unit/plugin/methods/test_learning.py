@@ -56,7 +56,12 @@ def test_slices_solve(size: int) -> None:
     expected = torch.linalg.solve(matrix.double(), values.double())
     slices = list(solve_in_slices(matrix, values))
     assert len(slices) == 2 * -(-size // int(SMALL["PANEL"]))
-    torch.testing.assert_close(values.double(), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        values.double(),
+        expected,
+        rtol=1e-3,
+        atol=1e-4,
+    )
 
 
 @dataclass
@@ -81,18 +86,33 @@ class Traffic:
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
-        self.texts = torch.zeros(4, 400, dtype=torch.int32)
+        self.texts = torch.zeros(
+            4,
+            400,
+            dtype=torch.int32,
+        )
         self.lengths = torch.zeros(4, dtype=torch.int32)
         states = SimpleNamespace(
             all_token_ids=SimpleNamespace(gpu=self.texts),
             total_len=SimpleNamespace(gpu=self.lengths),
         )
         # Of more rows, so that the ring holds all that comes
-        self.pairs = Pairs(64, K, states, target_of(torch.zeros(VOCAB, D)))
+        self.pairs = Pairs(
+            64,
+            K,
+            states,
+            target_of(torch.zeros(VOCAB, D)),
+        )
         self.live: dict[int, Request] = {}
 
     def tokens(self, count: int) -> list[int]:
-        return list(self.random.integers(1, VOCAB, count).tolist())
+        return list(
+            self.random.integers(
+                1,
+                VOCAB,
+                count,
+            ).tolist()
+        )
 
     def admit(self, row: int, request: Request) -> None:
         """Give a new or resumed request a row."""
@@ -172,7 +192,11 @@ def test_positions_are_those_of_answers() -> None:
     expected = set()
     for request in filter(lambda request: request.learned, requests.values()):
         ends = [*request.begun[1:], len(request.text) - 1]
-        for start, end in zip(request.begun, ends, strict=True):
+        for start, end in zip(
+            request.begun,
+            ends,
+            strict=True,
+        ):
             places = range(start, end - K - 1)
             expected |= {1000 * request.name + place for place in places}
     parts = [(0, seen), (traffic.pairs.size, held)]
@@ -182,7 +206,11 @@ def test_positions_are_those_of_answers() -> None:
         first, following = part.states[..., 0].long().unbind(1)
         assert following.equal(first + 1)
         found.append(set(first.tolist()))
-        for place, tokens in zip(first.tolist(), part.tokens, strict=True):
+        for place, tokens in zip(
+            first.tolist(),
+            part.tokens,
+            strict=True,
+        ):
             name, position = divmod(place, 1000)
             after = requests[name].text[position + 1 : position + K + 2]
             assert tokens.tolist() == after
@@ -220,8 +248,20 @@ def answers(table: Tensor, count: int) -> Positions:
     for _ in range(K + 2):
         states.append(state)
         tokens.append((state @ table.T).argmax(1))
-        embedded = norm(table[tokens[-1]], [D], eps=1e-6)
-        change = norm(state, [D], eps=1e-6) @ of_state + embedded @ of_token
+        embedded = norm(
+            table[tokens[-1]],
+            [D],
+            eps=1e-6,
+        )
+        change = (
+            norm(
+                state,
+                [D],
+                eps=1e-6,
+            )
+            @ of_state
+            + embedded @ of_token
+        )
         state = state + change
     return Positions(
         torch.stack(states[:2], dim=1), torch.stack(tokens[: K + 1], dim=1)
@@ -244,7 +284,11 @@ def test_a_linear_target_is_learned() -> None:
         Positions(*parts)
         for parts in zip(*(part.split(BLOCK) for part in rest), strict=True)
     ]
-    learner = Learner(drafting(table), target, held)
+    learner = Learner(
+        drafting(table),
+        target,
+        held,
+    )
     for block in blocks:
         learner.use(block)
     list(learner.solve())
@@ -278,11 +322,32 @@ def test_orders() -> None:
         (Report(seen=6 * BLOCK, held=HELD), Orders(0, 5)),
         (
             Report(0, 7 * BLOCK, HELD, 1, **better),
-            Orders(0, 6, solve=True, install=True),
+            Orders(
+                0,
+                6,
+                solve=True,
+                install=True,
+            ),
         ),
         (Report(0, 7 * BLOCK, HELD, 1, **better), Orders(0)),
-        (Report(0, 7 * BLOCK, HELD, 2), Orders(0, end=True)),
-        (Report(0, 8 * BLOCK, HELD, 2), None),
+        (
+            Report(
+                0,
+                7 * BLOCK,
+                HELD,
+                2,
+            ),
+            Orders(0, end=True),
+        ),
+        (
+            Report(
+                0,
+                8 * BLOCK,
+                HELD,
+                2,
+            ),
+            None,
+        ),
         (Report(1), Orders(1)),
     ]
     for report, orders in reports:
@@ -294,12 +359,34 @@ def test_orders() -> None:
 def test_learning_ends_after_two_solutions_without_gain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MARKS", (1, 2, 3))
+    monkeypatch.setattr(
+        module,
+        "MARKS",
+        (1, 2, 3),
+    )
     learning = Learning(BLOCK)
     for number in (1, 2):
-        learning.observe(Report(0, number * BLOCK, HELD, number - 1))
-        assert learning.orders() == Orders(0, number - 1, solve=True)
-    learning.observe(Report(0, 2 * BLOCK, HELD, 2))
+        learning.observe(
+            Report(
+                0,
+                number * BLOCK,
+                HELD,
+                number - 1,
+            )
+        )
+        assert learning.orders() == Orders(
+            0,
+            number - 1,
+            solve=True,
+        )
+    learning.observe(
+        Report(
+            0,
+            2 * BLOCK,
+            HELD,
+            2,
+        )
+    )
     assert learning.orders() == Orders(0, end=True)
 
 
