@@ -18,6 +18,7 @@ the target.
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,23 +190,24 @@ class LearnedDrafter(CPDrafter):
         target = self.target
         model = target.vllm_config.model_config
         drafts = config.num_speculative_tokens
-        self.heads = CPConfig(
-            verifier=model.model,
-            num_speculative_tokens=drafts,
-            draft_vocab_size=config.draft_vocab_size,
-            dtype=str(target.dtype).removeprefix("torch."),
-            target=TargetLayers(
+        fields: dict[str, Any] = {
+            "verifier": model.model,
+            "num_speculative_tokens": drafts,
+            "draft_vocab_size": config.draft_vocab_size,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "target": TargetLayers(
                 model_type=model.hf_text_config.model_type,
                 hidden_size=target.hidden_size,
                 vocab_size=target.vocab_size,
                 num_hidden_layers=config.num_layers,
             ),
-            positions=drafts + 1,
-            rank=1,
-            condition="recurrent",
-            inner_size=WIDTH,
-            token_counts=True,
-        )
+            "positions": drafts + 1,
+            "rank": 1,
+            "condition": "recurrent",
+            "inner_size": WIDTH,
+            "token_counts": True,
+        }
+        self.heads = CPConfig(**fields)
         shapes = self.heads.shapes()
         zeros = partial(torch.zeros, dtype=target.dtype, device=target.device)
         self.tensors = {name: zeros(shapes[name]) for name in shapes}
