@@ -129,8 +129,8 @@ class Learning:
     def _log(self, report: Report, installed: bool) -> None:
         accepted = report.accepted / HELD
         logger.info(
-            "vllm-ppd: heads learned from %d positions %s: %.3f of their drafts are "
-            "accepted at each of %d held-out positions (before: %.3f)",
+            "vllm-ppd: heads learned from %d positions %s: %.3f drafts are accepted "
+            "at each of %d held-out positions (before: %.3f)",
             self._positions,
             "draft from here on" if installed else "gain nothing",
             accepted,
