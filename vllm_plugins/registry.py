@@ -95,10 +95,19 @@ METHODS: dict[str, MethodSpec] = {
 # Stands for the method of the heads, the options or the pipeline stages, or of the
 # heads that are found, or for lookup (config/naming.py)
 PPD = "ppd"
-PPD_OPTIONS = ("heads",)  # of no other method
+PPD_OPTIONS = ("heads", "learn", "learn_dir")  # of no other method
 ALIASES = (PPD, "paradecode")  # the second is another name of early
 
 
 def names() -> list[str]:
     """The names by which a user may ask for a method."""
     return [*METHODS, *ALIASES]
+
+
+# Of method lookup where method ppd has found no heads and learns some
+LEARNING = replace(
+    METHODS["lookup"],
+    title="prompt lookup while heads are learned",
+    drafter=f"{METHOD}.cp.LearnedDrafter",
+    speculator=f"{METHOD}.learning.speculator.LearningSpeculator",
+)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cases import CASES, VARIANTS, generate, greedy, prompts
 from conftest import Factory, accepting, counting, engines, full_but
+from learned import learn_from_few
 from vllm import SamplingParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -74,6 +75,20 @@ def test_two_ranks_adaptive(
         for case in ("batch_16", "more_than_fit", "arrivals_and_aborts"):
             assert CASES[case](llm) == alone(case)
     assert seen["deferred_steps"] > 0
+
+
+def test_two_ranks_learn(
+    two_ranks: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both draft by the first one's solution, from the same step on."""
+    learn_from_few(monkeypatch)
+    requests = prompts(12, 60)
+    expected = generate(engine(), requests, greedy(120))
+    llm = two_ranks({"method": "ppd"})
+    with accepting(llm) as seen:
+        for _ in range(4):
+            assert generate(llm, requests, greedy(120)) == expected
+    assert seen["learned_solutions"] > 0
 
 
 SAMPLED = [

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
+DRAFTED = 3072  # most tokens that learned heads draft
+
 
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None if vLLM runs without us."""
@@ -182,7 +184,7 @@ def _resolved(
         return checked(options)
     found = []
     if options.heads == AUTO:
-        found = found_heads(model_config, at_hand)
+        found = found_heads(model_config, at_hand, options.learn_dir)
     nexts = [*(f"heads {heads.model}" for heads in found[1:]), "lookups alone"]
     for heads, instead in zip(found, nexts, strict=False):
         try:
@@ -217,7 +219,29 @@ def _resolved(
             model_config.model,
             FitOptions.model_fields["minutes"].default,
         )
-    return checked(options.model_copy(update={"method": "lookup"}))
+    learns = _can_learn(options, args, model_config)
+    update: dict[str, Any] = {"method": "lookup"}
+    if learns:
+        update["draft_vocab_size"] = min(DRAFTED, model_config.get_vocab_size())
+    return checked(options.model_copy(update=update), learns=learns)
+
+
+def _can_learn(
+    options: DraftingOptions, args: Any, model_config: ModelConfig
+) -> bool:
+    """Whether heads can be learned beside lookups.
+
+    Capped logits are no product of a matrix, of which a draft vocabulary reads a part.
+    An external launcher has a scheduler for each rank, whose orders would differ.
+    """
+    text = model_config.hf_text_config
+    return (
+        options.learn
+        and options.heads == AUTO
+        and not getattr(text, "final_logit_softcapping", None)
+        and not args.use_fp64_gumbel
+        and args.distributed_executor_backend != "external_launcher"
+    )
 
 
 def _checked(
@@ -227,6 +251,7 @@ def _checked(
     parallel_config: ParallelConfig,
     at_hand: Callable[[], TargetFingerprint],
     is_found: bool = False,
+    learns: bool = False,
 ) -> DraftingConfig:
     """The same for a method and heads that are decided.
 
@@ -243,6 +268,7 @@ def _checked(
         model_config.hf_text_config.num_hidden_layers,
         heads,
         platform.is_cpu(),
+        learns,
     )
     refuse_scheduling(config, args)
     if is_found:

@@ -41,13 +41,16 @@ class Found(NamedTuple):
 
 
 def found_heads(
-    model_config: ModelConfig, at_hand: Callable[[], TargetFingerprint]
+    model_config: ModelConfig,
+    at_hand: Callable[[], TargetFingerprint],
+    learn_dir: str | None = None,
 ) -> list[Found]:
     """Heads of a target, the best first. They are not checked.
 
     Args:
         model_config: of the target.
         at_hand: its fingerprint, see fingerprint_at_hand.
+        learn_dir: where learned heads are.
     """
     found = _travelling(model_config)
     try:
@@ -56,7 +59,16 @@ def found_heads(
         logger.warning(
             "vllm-ppd: the heads of `ppd fit` cannot be listed (%s)", error
         )
+    if learn_dir is not None and at_hand() != TargetFingerprint():
+        learned = learned_folder(learn_dir, at_hand())
+        if os.path.lexists(learned):
+            found.append(Found(learned, "an earlier start has learned them"))
     return found
+
+
+def learned_folder(learn_dir: str, target: TargetFingerprint) -> str:
+    """The folder of the heads that are learned for a target."""
+    return os.path.join(learn_dir, digest_of_value(target.model_dump())[:16])
 
 
 def _travelling(model_config: ModelConfig) -> list[Found]:
@@ -136,7 +148,7 @@ def _registry(target: TargetFingerprint | None = None) -> Path:
     root = Path(platform.variable("VLLM_CACHE_ROOT")) / "vllm_ppd_heads"
     if target is None:
         return root
-    return root / digest_of_value(target.model_dump())[:16]
+    return Path(learned_folder(str(root), target))
 
 
 def fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:

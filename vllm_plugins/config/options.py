@@ -73,6 +73,16 @@ class DraftingOptions(BaseModel):
         description="heads of method ppd: auto (those in the subfolder ppd of the model, "
         "or those that `ppd fit` made for it on this machine), none, or a value of model",
     )
+    learn: bool = Field(
+        True,
+        description="method ppd, where it finds no heads: learn some from the answers "
+        "that it serves",
+    )
+    learn_dir: str | None = Field(
+        None,
+        description="folder for learned heads, which the next start reads (default: "
+        "they are not written)",
+    )
     num_speculative_tokens: Drafts = Field(
         3,
         description="maximum number of drafts per request and step (default: 3, or "

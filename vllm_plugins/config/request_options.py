@@ -32,6 +32,9 @@ class RequestOptions(BaseModel):
     ppd_draft: bool = Field(
         True, description="false: do not draft for this request"
     )
+    ppd_learn: bool = Field(
+        True, description="false: do not learn from the answer to this request"
+    )
     ppd_num_drafts: Annotated[int, Field(strict=True, ge=0)] | None = Field(
         None,
         description="maximum number of drafts of this request that a step verifies",

@@ -31,6 +31,7 @@ def resolve(
     num_layers: int,
     heads: HeadsConfig | None = None,
     on_cpu: bool = True,
+    learns: bool = False,
 ) -> DraftingConfig:
     """Fill in values that depend on the target (L layers), the heads and the machine.
 
@@ -44,7 +45,7 @@ def resolve(
     # Tokens of a group and unverified tokens are final
     if options.verify and method.stages == 1:
         defaults["prompt_lookup_min"] = SHORTEST_MATCH
-    if method.looks_up_alone:
+    if method.looks_up_alone and not learns:
         defaults = dict(LOOKUP)
     if "exit_layer" in method.options:
         # On a GPU a shallow pass is bound by launches, and fewer layers have fewer
@@ -77,6 +78,7 @@ def resolve(
         **values
         | {
             "num_layers": num_layers,
+            "learns": learns,
             "cuts": method.cuts or bool(getattr(heads, "layers", ())),
             "heads_summary": "" if heads is None else heads.describe(),
             "adaptive": options.adaptive

@@ -5,7 +5,7 @@ from typing import Any
 
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
-from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
+from vllm_ppd.vllm_plugins.registry import LEARNING, METHODS, MethodSpec
 
 # Up to this number of drafts a step on a GPU has all or none; of more also half
 FEW_DRAFTS = 3
@@ -20,11 +20,12 @@ class DraftingConfig(DraftingOptions):
     # Whether the target is cut, by the method or for heads that read states within it
     cuts: bool = False
     heads_summary: str = ""
+    learns: bool = False  # whether heads are learned, beside lookups
 
     @property
     def spec(self) -> MethodSpec:
         """The method's record."""
-        return METHODS[self.method]
+        return LEARNING if self.learns else METHODS[self.method]
 
     @property
     def stages(self) -> int:
@@ -79,6 +80,8 @@ class DraftingConfig(DraftingOptions):
             parts.append(f"exit layer {layers} of {self.num_layers}")
         if self.model:
             parts.append(f"heads {self.model} ({self.heads_summary})")
+        elif self.learns:
+            parts.append("no heads until some are learned from the answers")
         elif self.spec.looks_up_alone:
             parts.append("no heads")
         else:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from vllm_ppd.vllm_plugins.draft_length.acceptance import MAX_FOLLOWED, Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.learning import Orders
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
 
 # Attribute that we add to a SchedulerOutput: its Step
@@ -73,6 +74,7 @@ class Step:
         verified: plan of the verified drafts; None if requests differ.
         drafted: plan of the drafts that are made.
         useful: whether a request could use drafts.
+        orders: about learning; None if nothing is learned.
     """
 
     requests: int
@@ -80,6 +82,7 @@ class Step:
     verified: Plan | None
     drafted: Plan
     useful: bool = True
+    orders: Orders | None = None
 
     def steady(self) -> bool:
         """Whether the step decoded alone, and made drafts as it verified them."""

@@ -69,6 +69,8 @@ COUNTERS = {
         "Engine steps after which a request drafted by prompt lookup "
         "(prompt_lookup_min)."
     ),
+    "learned_positions": "Positions of answers that heads were learned from.",
+    "learned_solutions": "Learned heads that came into use.",
     "unverified_tokens": (
         "Tokens emitted without verification (method dynamo with verify: false)."
     ),

@@ -10,8 +10,9 @@ Overrides, each of which calls vLLM's:
     add_requests      reads a request's options for drafting
     execute_model     reads the step's exit, and ends the speculator's step, also after an
                       exception
+    sample            states and tokens of answers are kept while heads are learned
     sample_tokens     our counters travel with the step's output; a step without drafts
-                      is vLLM's own
+                      is vLLM's own; learning follows the step's orders
     take_draft_token_ids  none after such a step
     prepare_inputs    begins the speculator's step from the schedule, before the target
                       runs
@@ -28,6 +29,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED, Orders
 from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
 from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
@@ -57,7 +59,7 @@ class DraftingRunnerMixin(UpdatedRunner):
     req_states: Any
     execute_model_state: Any
     num_speculative_steps: int
-    sample: Any
+    _orders: Orders | None = None  # of the latest step
     _drafted = True  # whether the latest step made drafts
     _useful = True  # whether one of its requests could use them
     # Rows of logits of each request of the step that is being prepared
@@ -85,13 +87,13 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
-        self.speculator.drafter.refresh()
+        self.speculator.refresh()
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             self.speculator.add_request(
-                self.req_states.req_id_to_index[new.req_id], new.sampling_params
+                self.req_states.req_id_to_index[new.req_id], new
             )
 
     def prepare_inputs(
@@ -123,6 +125,7 @@ class DraftingRunnerMixin(UpdatedRunner):
     ) -> Any:
         step: Step | None = getattr(scheduler_output, STEP, None)
         self._useful = step is None or step.useful
+        self._orders = None if step is None else step.orders
         if step is not None:
             self.speculator.read_at(step.drafted.exit)
         try:
@@ -130,12 +133,20 @@ class DraftingRunnerMixin(UpdatedRunner):
         finally:
             self.speculator.end_step()
 
+    def sample(self, hidden: Any, batch: Any, *args: Any) -> Any:
+        result = super().sample(hidden, batch, *args)  # type: ignore[misc]
+        if self._orders is not None:
+            self.speculator.record(batch, hidden, *result[1:])
+        return result
+
+    @torch.inference_mode()
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
         self._drafted = state is None or state.num_spec_tokens_to_schedule > 0
         proposes = self._drafted
         # Lookups cost next to nothing, and their matches tell when drafts pay.
-        alone = self.speculator.config.spec.looks_up_alone
+        lookup = self.speculator.lookup
+        alone = lookup is not None and lookup.alone
         if alone and self._useful and not proposes:
             proposes = True
             made = self.num_speculative_steps
@@ -149,10 +160,12 @@ class DraftingRunnerMixin(UpdatedRunner):
         if output is not None:
             self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
-            if proposes and self.speculator.lookup is not None:
+            if proposes and lookup is not None:
                 rows = state.input_batch.idx_mapping_np
-                taken = self.speculator.lookup.taken(rows)
+                taken = lookup.taken(rows)
                 setattr(output.model_runner_output, MATCHED, taken)
+            report = self.speculator.follow(self._orders)
+            setattr(output.model_runner_output, LEARNED, report)
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
     Plan,
     StepCosts,
 )
+from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED, Learning
 from vllm_ppd.vllm_plugins.draft_length.policy import (
     STEP,
     Choice,
@@ -102,6 +103,8 @@ class CountingScheduler(Scheduler):
 class DraftingScheduler(CountingScheduler):
     """Chooses the number of drafts of each step."""
 
+    learning: Learning | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
@@ -114,6 +117,9 @@ class DraftingScheduler(CountingScheduler):
         self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
         self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
+        if config.learns:
+            model_config = self.vllm_config.model_config
+            self.learning = Learning(model_config.get_hidden_size())
         self._kinds: dict[str, int] = {}  # of the requests
         # Drafts of requests that asked for fewer than all
         self._limits: dict[str, int] = {}
@@ -169,6 +175,12 @@ class DraftingScheduler(CountingScheduler):
                 for name in of_requests.keys() - self.requests.keys():
                     del of_requests[name]
 
+    @property
+    def _alone(self) -> bool:
+        """Whether drafts are looked-up ones alone."""
+        installed = self.learning is not None and self.learning.installed
+        return self.config.spec.looks_up_alone and not installed
+
     # Scheduling -----------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -215,6 +227,7 @@ class DraftingScheduler(CountingScheduler):
             verified=Plan(before, exit) if alike else None,
             drafted=drafted,
             useful=useful,
+            orders=None if self.learning is None else self.learning.orders(),
         )
         setattr(scheduler_output, STEP, step)
         self.drafts, self.exit = step.drafted
@@ -258,9 +271,7 @@ class DraftingScheduler(CountingScheduler):
         if policy is None:
             return Plan(self.num_spec_tokens)
         # Lookups alone wait for a match
-        waits = self.config.spec.looks_up_alone and (
-            self._matched != self._may_draft
-        )
+        waits = self._alone and self._matched != self._may_draft
         if waits or not policy.holds(len(decoding), ahead):
             self._choose_anew(policy, decoding, ahead)
         if policy.exploring:
@@ -275,7 +286,7 @@ class DraftingScheduler(CountingScheduler):
         self, policy: DraftPolicy, decoding: Collection[str], ahead: int
     ) -> None:
         self._apply_matches()
-        lowest = LOOKED_UP if self.config.spec.looks_up_alone else 0
+        lowest = LOOKED_UP if self._alone else 0
         kinds = self._kinds
         drafting = [name for name in decoding if kinds[name] >= lowest]
         self._may_draft = bool(drafting)
@@ -331,6 +342,9 @@ class DraftingScheduler(CountingScheduler):
             self._matched = any(matched)
             if self._matched:
                 self.report({"lookup_steps": 1})
+        report = getattr(model_runner_output, LEARNED, None)
+        if self.learning is not None and report is not None:
+            self.learning.observe(report)
         result = super().update_from_output(scheduler_output, model_runner_output)
         busy = self._in_flight or self.running or self.waiting
         self._last_output = now if busy else None

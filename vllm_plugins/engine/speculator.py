@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.draft_length.learning import Orders, Report
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter
 from vllm_ppd.vllm_plugins.engine.lookup import Lookup
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
@@ -134,15 +135,17 @@ class Speculator(DraftModelSpeculator):
     # CUDA graphs ----------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        arguments: tuple[Any, ...] = (
+        self.graphs = self._new_graphs(cudagraph_mode)
+        if self.sampled:
+            self.sampled_graphs = self._new_graphs(cudagraph_mode)
+
+    def _new_graphs(self, cudagraph_mode: CUDAGraphMode) -> CudaGraphManager:
+        return CudaGraphManager(
             self._config_of_graphs(),
             self.device,
             decode_only(cudagraph_mode),
             1,
         )
-        self.graphs = CudaGraphManager(*arguments)
-        if self.sampled:
-            self.sampled_graphs = CudaGraphManager(*arguments)
 
     def _config_of_graphs(self) -> Any:
         """vLLM's configuration for graphs of drafts, up to the largest batch whose
@@ -159,13 +162,17 @@ class Speculator(DraftModelSpeculator):
         return config
 
     def capture(self) -> None:
-        for kind, manager in (
-            ("greedy", self.graphs),
-            ("sampled", self.sampled_graphs),
-        ):
-            if manager is not None and manager.needs_capture():
-                prepare = partial(self.prepare_capture, kind == "sampled")
-                manager.capture(prepare, f"Capturing {kind} drafts")
+        self._capture("greedy", self.graphs)
+        self._capture("sampled", self.sampled_graphs)
+
+    def _capture(self, kind: str, manager: CudaGraphManager | None) -> None:
+        if manager is not None and manager.needs_capture():
+            prepare = partial(self.prepare_capture, kind == "sampled")
+            manager.capture(prepare, f"Capturing {kind} drafts")
+
+    def _graphs_of(self, sampled: bool) -> CudaGraphManager | None:
+        """The graphs of the coming drafts."""
+        return self.sampled_graphs if sampled else self.graphs
 
     def prepare_capture(
         self,
@@ -183,9 +190,14 @@ class Speculator(DraftModelSpeculator):
 
     # A step ---------------------------------------------------------------------------
 
-    def add_request(self, row: int, params: Any) -> None:
-        """A request was given a row: it is new, or resumed after preemption."""
-        self.options.add(row, params)
+    def add_request(self, row: int, new: Any) -> None:
+        """A request was given a row: it is new, or resumed after preemption.
+
+        Args:
+            row: of the request.
+            new: vLLM's NewRequestData.
+        """
+        self.options.add(row, new.sampling_params)
         if self.lookup is not None:
             self.lookup.add_request(row)
 
@@ -253,7 +265,7 @@ class Speculator(DraftModelSpeculator):
         """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one
         has its size.
         """
-        manager = self.sampled_graphs if sampled else self.graphs
+        manager = self._graphs_of(sampled)
         graph = None
         if manager is not None:
             dispatched = manager.dispatch(requests, requests, 1, 0)
@@ -323,6 +335,21 @@ class Speculator(DraftModelSpeculator):
         return torch.where(places < 0, -1, tokens).long()
 
     # After a step ---------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Copy again what drafting copied of the target's weights."""
+        self.drafter.refresh()
+
+    def record(self, *step: Any) -> None:
+        """Learn from a verified step; arguments are those of Pairs.record."""
+
+    def follow(self, orders: Orders | None) -> Report | None:
+        """Follow the scheduler's orders about learning.
+
+        Returns:
+            How far learning is; None if nothing is learned.
+        """
+        return None
 
     def take_counts(self) -> None:
         """Add the device's counts to ours."""

@@ -36,6 +36,8 @@ NOT_STEPS = {
     "step_costs",
     "heads",  # how they were found
     "heads_summary",
+    "learn",
+    "learn_dir",
 }
 # (requests, plans) -> seconds of a step with each
 TimeSteps = Callable[[int, Sequence[Plan]], list[float]]

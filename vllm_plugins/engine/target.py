@@ -185,10 +185,10 @@ class TargetLMHead(LMHead):
         return getattr(self.lm_head, "bias", None)
 
     def rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of E* [tokens, hidden] and their bias [tokens], read as products, as the
-        LM head may be packed, sharded or quantised.
+        """Rows of E* [tokens, hidden] and their bias [tokens].
 
-        Rows are products with unit vectors. These have no bias: a bias would round
+        Those of a quantised LM head, and of a shard, which may be packed, are products
+        with unit vectors. These have no bias: a bias would round
         them, and subtracting it again would not restore them.
 
         Args:
@@ -209,6 +209,12 @@ class TargetLMHead(LMHead):
         dtype = self.model_config.dtype
         hidden_size = self.model_config.hf_text_config.hidden_size
         units = torch.eye(hidden_size, dtype=dtype, device=self.device)
+        zero = torch.zeros_like(units[:1])
+        bias = self.logits(zero, whole)[0, which].to(dtype)
+        weight = getattr(self.lm_head, "weight", None)
+        if whole and weight is not None and weight.dtype == dtype:
+            rows = VocabParallelEmbedding.forward(self.lm_head, token_ids)
+            return rows * self.logits_processor.scale, bias
         columns = []
         for part in units.split(UNITS_AT_ONCE):
             product = self.logits_processor(
@@ -218,10 +224,7 @@ class TargetLMHead(LMHead):
                 skip_gather=not whole,
             )
             columns.append(product[:, which].to(dtype))
-        rows = torch.cat(columns).t().contiguous()
-        zero = torch.zeros_like(units[:1])
-        bias = self.logits(zero, whole)[0, which]
-        return rows, bias.to(dtype)
+        return torch.cat(columns).t().contiguous(), bias
 
 
 class CopiedLMHead(LMHead):
@@ -297,6 +300,14 @@ class DraftVocabulary:
         if reads_lm_head:
             rows, self.bias = self.lm_head.rows(self.token_ids)
             self.linear = target.linear(rows)
+
+    def choose(self, counts: Tensor) -> None:
+        """Draft the most frequent tokens of other counts [vocabulary], in place."""
+        if self.token_ids is not None:
+            self.token_ids.copy_(most_frequent(counts, self.size))
+            self._ids[:-1] = self.token_ids
+            self._entries.copy_(columns(self.token_ids, len(counts)))
+            self.refresh()
 
     def refresh(self) -> None:
         """Copy the rows of the LM head again, after its weights have changed."""

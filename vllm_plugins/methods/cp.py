@@ -17,10 +17,13 @@ the target.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import Recurrence, draft_in_sequence, log_gate
 from vllm_ppd.heads.folder import load_tensors
@@ -31,6 +34,8 @@ from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
+# Width of the gated layer of learned heads; products are fastest at multiples of it
+WIDTH = 8
 
 
 class ParallelRecurrence(Recurrence):
@@ -73,8 +78,8 @@ class CPDrafter(Drafter):
     vocabulary: DraftVocabulary
 
     def load(self, config: DraftingConfig, target: Target) -> None:
-        heads, tensors = load_tensors(str(config.model), CPConfig)
         self.target = target
+        heads, tensors = self.read(config)
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
         # Positions that the experts predict: without the token that they read
         self.factors = config.num_speculative_tokens + 1
@@ -102,6 +107,10 @@ class CPDrafter(Drafter):
         self.tapped = target.tapped_after(heads.layers) if heads.layers else None
         logits = self.factors * heads.rank * self.vocabulary.size
         self.requests_at_once = max(1, LOGITS_AT_ONCE // logits)
+
+    def read(self, config: DraftingConfig) -> tuple[CPConfig, dict[str, Tensor]]:
+        """The heads' configuration and tensors."""
+        return load_tensors(str(config.model), CPConfig)
 
     def propose(self, step: DraftInputs) -> Drafts:
         vocabulary = self.vocabulary
@@ -163,3 +172,56 @@ class CPDrafter(Drafter):
         if vocabulary.bias is not None:  # whole classifiers are trained beside it
             product = product + vocabulary.bias.to(product)
         return vocabulary.gather(product)
+
+
+class LearnedDrafter(CPDrafter):
+    """Drafts with heads that are learned while the engine runs: one expert, condition
+    recurrent, and a gated layer that stays zero.
+
+    All tensors have their places, and CUDA graphs read them, before anything is learned.
+    """
+
+    def load(self, config: DraftingConfig, target: Target) -> None:
+        super().load(config, target)
+        # The ranks divide a matrix by its rows, or not at all
+        self.recurrence = Recurrence(self.tensors, target.linear)
+
+    def read(self, config: DraftingConfig) -> tuple[CPConfig, dict[str, Tensor]]:
+        target = self.target
+        model = target.vllm_config.model_config
+        drafts = config.num_speculative_tokens
+        fields: dict[str, Any] = {
+            "verifier": model.model,
+            "num_speculative_tokens": drafts,
+            "draft_vocab_size": config.draft_vocab_size,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "target": TargetLayers(
+                model_type=model.hf_text_config.model_type,
+                hidden_size=target.hidden_size,
+                vocab_size=target.vocab_size,
+                num_hidden_layers=config.num_layers,
+            ),
+            "positions": drafts + 1,
+            "rank": 1,
+            "condition": "recurrent",
+            "inner_size": WIDTH,
+            "token_counts": True,
+        }
+        self.heads = CPConfig(**fields)
+        shapes = self.heads.shapes()
+        zeros = partial(torch.zeros, dtype=target.dtype, device=target.device)
+        self.tensors = {name: zeros(shapes[name]) for name in shapes}
+        return self.heads, self.tensors
+
+    def install(self, solution: Tensor) -> None:
+        """Draft by a solution, in place.
+
+        Args:
+            solution: [2 d, d], what is added to a state: a product with its own
+                RMSNorm and with that of a token's embedding.
+        """
+        parts = solution.T.split(self.target.hidden_size, dim=1)
+        for name, part in zip(("inner", "token"), parts, strict=True):
+            matrix = self.tensors[f"cp.recurrence.{name}"]
+            matrix[: len(part)] = part
+            getattr(self.recurrence, name).load(matrix)

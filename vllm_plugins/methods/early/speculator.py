@@ -193,8 +193,8 @@ class DeferredKVSpeculator(Speculator):
 
     # A step ---------------------------------------------------------------------------
 
-    def add_request(self, row: int, params: Any) -> None:
-        super().add_request(row, params)
+    def add_request(self, row: int, new: Any) -> None:
+        super().add_request(row, new)
         self.deferred.drafted[row] = False
 
     def read_at(self, exit: int) -> None:

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that engines learn while they serve: the output stays the target's before, while
+and after, and the heads draft.
+"""
+
+import logging
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import preempted
+import pytest
+from cases import generate, greedy, prompts
+from configured import drafting, from_dict
+from conftest import (
+    Factory,
+    counting,
+    drafter_of,
+    our_log,
+    runner_of,
+    scheduler_of,
+    start_engine,
+)
+from learned import SMALL, learn_from_few
+from torch.utils._python_dispatch import TorchDispatchMode
+from updated import change_weights
+
+from vllm_ppd.heads.folder import check_folder
+from vllm_ppd.vllm_plugins.config import activation
+from vllm_ppd.vllm_plugins.draft_length.learning import Report
+from vllm_ppd.vllm_plugins.engine.lookup import LIMIT
+from vllm_ppd.vllm_plugins.methods.learning.speculator import SAVING
+
+pytestmark = pytest.mark.engine
+PPD = {"method": "ppd"}
+REQUESTS = prompts(12, 60)
+LENGTH = 120
+# So that the same requests take the same steps
+SYNC = {"async_scheduling": False}
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer tokens in the draft vocabulary than the tiny model has."""
+    learn_from_few(monkeypatch)
+    monkeypatch.setattr(
+        activation,
+        "DRAFTED",
+        200,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Factory) -> list[list[int]]:
+    return generate(
+        engine(),
+        REQUESTS,
+        greedy(LENGTH),
+    )
+
+
+def learning(llm: Any) -> bool:
+    return drafter_of(llm).learner is not None
+
+
+def teach(llm: Any, expected: list[list[int]], **params: Any) -> Counter[str]:
+    """Ask until learning has ended, and compare each answer."""
+    with counting(llm) as seen:
+        for _ in range(8):
+            answers = generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH, **params),
+            )
+            assert answers == expected
+            if not learning(llm):
+                break
+    return seen
+
+
+def accepted_of_heads(llm: Any, expected: list[list[int]]) -> int:
+    """Accepted drafts where no lookup is taken."""
+    lookup = drafter_of(llm).lookup
+    lookup.gains.fill_(-LIMIT)
+    shortest, lookup.shortest = lookup.shortest, 1000
+    with counting(llm) as seen:
+        assert (
+            generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH),
+            )
+            == expected
+        )
+    lookup.shortest = shortest
+    lookup.forget()
+    return seen["accepted"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_learned_heads_draft(
+    tiny_model: Factory,
+    expected: list[list[int]],
+    asynchronous: bool,
+    adaptive: bool,
+) -> None:
+    options = PPD | {"adaptive": adaptive}
+    llm = start_engine(
+        tiny_model(),
+        options,
+        async_scheduling=asynchronous,
+    )
+    with our_log(logging.INFO) as lines:
+        seen = teach(llm, expected)
+    assert not learning(llm)
+    assert seen["learned_solutions"] > 0 and seen["accepted"] > 0
+    assert seen["learned_positions"] >= SMALL["MARKS"][-1] * 64
+    assert any("draft from here on" in line for line in lines)
+    if not adaptive:
+        assert accepted_of_heads(llm, expected) > 50
+    with counting(llm) as seen:
+        assert (
+            generate(
+                llm,
+                REQUESTS,
+                greedy(LENGTH),
+            )
+            == expected
+        )
+    assert not seen["learned_positions"]
+
+
+def test_sampled_output_is_the_same(tiny_model: Factory, engine: Factory) -> None:
+    params = [
+        greedy(
+            60,
+            temperature=0.8,
+            seed=i,
+        )
+        for i in range(len(REQUESTS))
+    ]
+    texts = generate(
+        engine(on_v2=True),
+        REQUESTS,
+        params,
+    )
+    llm = start_engine(tiny_model(), PPD)
+    with counting(llm) as seen:
+        for _ in range(8):
+            assert (
+                generate(
+                    llm,
+                    REQUESTS,
+                    params,
+                )
+                == texts
+            )
+    assert seen["learned_solutions"] > 0
+
+
+def test_requests_that_opt_out_are_left_out(
+    tiny_model: Factory, expected: list[list[int]]
+) -> None:
+    llm = start_engine(tiny_model(), PPD)
+    seen = teach(
+        llm,
+        expected,
+        extra_args={"ppd_learn": False},
+    )
+    assert learning(llm) and not seen["learned_positions"]
+    assert drafter_of(llm).pairs.counts.seen.tolist() == [0, 0]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operators that are launched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(llm: Any) -> Counter[str]:
+    """Operators of the runner's steps for one request."""
+    counting_mode = Operations()
+    runner = runner_of(llm)
+
+    def counted(step: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with counting_mode:
+                return step(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("execute_model", "sample_tokens"):
+            patch.setattr(
+                runner,
+                name,
+                counted(getattr(runner, name)),
+            )
+        generate(
+            llm,
+            REQUESTS[:1],
+            greedy(20),
+        )
+    return counting_mode.counts
+
+
+def test_nothing_is_launched_where_nothing_was_gained(
+    tiny_model: Factory,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Learning ends by itself, and steps are those of lookups alone."""
+    monkeypatch.setattr(
+        Report,
+        "gains",
+        lambda report: False,
+    )
+    llm = start_engine(tiny_model(), PPD)
+    while_learning = operators(llm)
+    seen = teach(llm, expected)
+    assert not learning(llm) and not seen["learned_solutions"]
+    never = PPD | {"learn": False, "num_speculative_tokens": 3}
+    other = start_engine(tiny_model(), never | {"prompt_lookup_min": 2}, **SYNC)
+    assert generate(other, REQUESTS, greedy(LENGTH)) == expected
+    ended = operators(llm)
+    assert ended.keys() == operators(other).keys()
+    only_learning = while_learning.keys() - ended.keys()
+    assert "aten.index_copy_.default" in only_learning
+
+
+def test_preempted_requests(tiny_model: Factory, engine: Factory) -> None:
+    llm = start_engine(tiny_model(), PPD, **preempted.SMALL_KV)
+    alone = engine(on_v2=True, **preempted.SMALL_KV)
+    answers = preempted.outputs(alone)["alone"]
+    with counting(llm) as seen:
+        for _ in range(3):
+            preempted.check(preempted.outputs(llm), answers)
+    assert seen["preempted"] > 5 and seen["learned_solutions"] > 0
+
+
+def test_new_weights_are_learned_anew(
+    tiny_model: Factory, other_model: Path, expected: list[list[int]]
+) -> None:
+    llm = start_engine(tiny_model(), PPD)
+    teach(llm, expected)
+    change_weights(
+        llm,
+        other_model,
+        "reload",
+    )
+    assert learning(llm) and drafter_of(llm).lookup.alone
+    others = start_engine(other_model, None)
+    seen = teach(
+        llm,
+        generate(
+            others,
+            REQUESTS,
+            greedy(LENGTH),
+        ),
+    )
+    assert not learning(llm) and seen["learned_solutions"] > 0
+    assert scheduler_of(llm).learning.installed
+
+
+def saved() -> None:
+    """Wait until heads are written."""
+    for thread in threading.enumerate():
+        if thread.name == SAVING:
+            thread.join()
+
+
+def test_learned_heads_are_written_and_read(
+    tiny_model: Factory, expected: list[list[int]], tmp_path: Path
+) -> None:
+    options = PPD | {"learn_dir": str(tmp_path / "learned")}
+    assert drafting(from_dict(tiny_model(), options)).learns
+    llm = start_engine(tiny_model(), options)
+    teach(llm, expected)
+    saved()
+    (folder,) = (tmp_path / "learned").iterdir()
+    assert check_folder(folder).describe().startswith("rank 1 over 4 positions")
+    config = drafting(from_dict(tiny_model(), options))
+    assert (config.method, config.model) == ("cp", str(folder))
+    after = start_engine(tiny_model(), options)
+    assert accepted_of_heads(after, expected) > 50
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with our_log() as lines:
+        config = drafting(from_dict(tiny_model(), options))
+    assert config.learns and len(lines) == 1 and "not used" in lines[0]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    tiny_model: Factory, expected: list[list[int]], tmp_path: Path
+) -> None:
+    (tmp_path / "learned").touch()
+    llm = start_engine(
+        tiny_model(), PPD | {"learn_dir": str(tmp_path / "learned")}
+    )
+    with our_log() as lines:
+        teach(llm, expected)
+        saved()
+    assert len(lines) == 1 and "cannot be written" in lines[0]
