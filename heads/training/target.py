@@ -32,9 +32,11 @@ LAYER_NAMES = ("layers", "h", "blocks")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "norm_f")
 # Names in configurations of the cap of the logits
 CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
-# On which the check of a target runs; 10 % is beyond bfloat16's rounding
+# The check of a target: its text, and errors that are beyond bfloat16's rounding,
+# relative to the spread of the values
 PROBE = "Heads learn what a model says: 1, 2, 3 and so on."
-MOST_ERROR = 0.1  # relative to the spread of logits or states
+STATES_ERROR = 0.1  # of the same tokens in another batch
+LOGITS_ERROR = 0.01
 SAMPLED_VALUES = 1024  # per parameter, for the digest
 
 
@@ -174,28 +176,33 @@ class Target:
         """
         words = self.tokenizer(PROBE, return_tensors="pt").input_ids
         ids = words.to(self.device) % self.vocab_size
-        places = torch.arange(ids.shape[1], device=self.device)[None]
-        alone = self.run(Batch(ids, places)).final
+        outputs: dict[int, Any] = {}
+        hook = self.base.register_forward_hook(_catch(outputs, 0))
+        logits = self.model(input_ids=ids).logits[0, :, : self.vocab_size].float()
+        hook.remove()
+        final = outputs[0].last_hidden_state[0]
+        places = torch.arange(len(final), device=self.device)[None]
         both = torch.cat([ids.flip(1), ids], dim=1)
         packed = self.run(Batch(both, places.repeat(1, 2))).final
-        wrong = "documents that are packed into a window see each other"
-        if _differ(packed[len(alone) :], alone):
+        problem = f"model {self.name!r} cannot be learnt from"
+        if not _error(packed[len(final) :], final) < STATES_ERROR:
             raise TrainingError(
-                f"model {self.name!r} cannot be learnt from: {wrong}"
+                f"{problem}: documents that are packed into a window see each other, "
+                "or its states depend on more than tokens and positions"
             )
-        logits = self.model(input_ids=ids).logits[0, :, : self.vocab_size].float()
         uncapped = logits
         if self.cap is not None:
             bounded = (logits / self.cap).clamp(-0.99, 0.99)
             uncapped = bounded.atanh() * self.cap
-        plain = functional.linear(alone, self.unembedding, self.bias).float()
+        plain = functional.linear(final, self.unembedding, self.bias).float()
         scale = float((uncapped * plain).sum() / plain.square().sum())
         if abs(scale - 1) > 0.01:
             self.scale = scale
-        if _differ(self.logits(alone), logits):
+        error = _error(self.logits(final), logits)
+        if not error < LOGITS_ERROR:
             raise TrainingError(
-                f"model {self.name!r} cannot be learnt from: its logits are not its LM "
-                "head's product with the final states, scaled or capped"
+                f"{problem}: its logits differ by {error:.0%} of their spread from its "
+                f"LM head's product with the final states, times {scale:.4g}"
             )
 
     def logits(self, states: Tensor) -> Tensor:
@@ -382,10 +389,10 @@ class Target:
         return Path(snapshot_download(self.name, local_files_only=True))
 
 
-def _differ(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether values are further apart than rounding explains."""
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """The root mean square of a difference, relative to the spread of `theirs`."""
     error = (ours.float() - theirs.float()).square().mean().sqrt()
-    return not bool(error < MOST_ERROR * theirs.float().std())
+    return float(error / theirs.float().std())
 
 
 def packed_masks(

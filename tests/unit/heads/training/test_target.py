@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the target: packed documents are computed as each is alone."""
+"""The target: packed documents are computed as each is alone, and heads learn its own
+logits.
+"""
+
 
 import pytest
 import torch
