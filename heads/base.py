@@ -235,7 +235,7 @@ class HeadsConfig(BaseModel, ABC):
                 },
             },
             "transformer_layer_config": self.target.model_dump(),
-            **fields,
             "transformers_version": metadata.version("transformers"),
             "vllm_ppd_version": metadata.version("vllm-ppd"),
+            **fields,
         }

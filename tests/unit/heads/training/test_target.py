@@ -62,6 +62,8 @@ LOGITS: dict[str, tuple[dict[str, Any], float, float | None]] = {
         1.0,
         4.0,
     ),
+    # Masks packed documents only by masks that it is given
+    "opt": ({"model_type": "opt", "word_embed_proj_dim": 64}, 1.0, None),
 }
 
 
@@ -72,7 +74,7 @@ def test_logits_are_the_models_own(
 ) -> None:
     """Scaled or capped ones are measured; likeliest tokens have their probabilities."""
     changes, scale, cap = LOGITS[name]
-    family = {"cohere": "llama", "gemma2": "gemma3"}.get(name, name)
+    family = {"granite": "granite", "gemma2": "gemma3"}.get(name, "llama")
     tiny.save(made(family, **changes), tmp_path)
     target = Target(str(tmp_path), torch.device("cpu"), dtype)
     assert (target.scale, target.cap) == (pytest.approx(scale, rel=1e-3), cap)
@@ -99,6 +101,22 @@ def test_other_logits_are_refused(
         Target(str(tmp_path), torch.device("cpu"), torch.float32)
 
 
+def test_documents_that_see_each_other_are_refused(tmp_path: Path) -> None:
+    """Bloom masks no documents and takes no masks of them."""
+    sizes = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
+    config = tf.BloomConfig(**sizes, initializer_range=0.12)
+    tiny.save(tf.BloomForCausalLM(config), tmp_path)
+    with pytest.raises(
+        TrainingError, match="packed into a window see each other"
+    ):
+        Target(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
 @pytest.mark.parametrize("family", tiny_multimodal.IMAGES)
 def test_text_models_of_multimodal_models(tmp_path: Path, family: str) -> None:
     tiny_multimodal.with_images(tmp_path, family)
@@ -107,8 +125,4 @@ def test_text_models_of_multimodal_models(tmp_path: Path, family: str) -> None:
     layer = target.layers[-1].state_dict()
     shapes = {name: list(tensor.shape) for name, tensor in layer.items()}
     assert decoder_layer(target.config) == shapes
-    if target.position_axes > 1:
-        # transformers masks documents by the positions in the text alone.
-        target.position_axes = 1
-        with pytest.raises(TrainingError, match="documents that are packed"):
-            target._check()
+    assert not target.passes_masks
