@@ -289,9 +289,14 @@ class CPRecipe(HeadsRecipe):
         for factor, log_prob in enumerate(chain.detach().unbind(1)):
             counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
         if self.full:
-            next_token = -target.log_probs(states.final[rows], tokens[:, 0])
+            following, known = batch.ahead(1)
+            known = known[:, 0]  # also where no draft follows it
+            next_token = -target.log_probs(
+                states.final[known], following[known, 0]
+            )
             loss = loss + next_token.mean()
-            counts["next_token"] = next_token.detach().sum()
+            # As many as there are rows, for the summary
+            counts["next_token"] = next_token.detach().mean() * len(rows)
         if states.top_log_probs is not None:
             # Tokens that are not trained have no part in it.
             is_trained = (wanted[..., 1:] >= 0) & is_learnt[..., None]
