@@ -289,10 +289,10 @@ class CPRecipe(HeadsRecipe):
         for factor, log_prob in enumerate(chain.detach().unbind(1)):
             counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
         if self.full:
-            following, known = batch.ahead(1)
-            known = known[:, 0]  # also where no draft follows it
+            following, is_text = batch.ahead(1)
+            is_text = is_text[:, 0]  # also where no draft follows it
             next_token = -target.log_probs(
-                states.final[known], following[known, 0]
+                states.final[is_text], following[is_text, 0]
             )
             loss = loss + next_token.mean()
             # As many as there are rows, for the summary
