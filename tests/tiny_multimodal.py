@@ -6,7 +6,9 @@ torchvision, of which there is no build beside a CPU torch, so they are served w
 images.
 """
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import tiny
@@ -124,6 +126,24 @@ def with_images(folder: Path, family: str) -> Path:
         mm_tokens_per_image=4,
     )
     return tiny.save(tf.AutoModelForMultimodalLM.from_config(config), folder)
+
+
+def register(architecture: str) -> None:
+    """Import vLLM's class of an image model with an empty torchvision, which text alone
+    does not need.
+    """
+    from vllm import ModelRegistry
+
+    name = "torchvision"
+    for part in ("", ".transforms", ".v2", ".functional"):
+        name += part
+        sys.modules[name] = ModuleType(name)
+    cls = ModelRegistry.models[architecture].load_model_cls()
+    for module in [
+        name for name in sys.modules if name.startswith("torchvision")
+    ]:
+        del sys.modules[module]
+    ModelRegistry.register_model(architecture, cls)
 
 
 def sound(seed: int) -> tuple[np.ndarray, int]:

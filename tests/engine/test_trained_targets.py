@@ -64,7 +64,6 @@ def test_as_many_drafts_are_accepted_as_foretold(
     name: str,
     made_once: Factory,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From a part of the vocabulary, whose rows of the LM head are read apart."""
     model = made_once(f"trained-{name}", TARGETS[name])
@@ -105,7 +104,8 @@ def test_as_many_drafts_are_accepted_as_foretold(
     )
     settings: dict[str, Any] = {}
     if name in tiny_multimodal.IMAGES:
-        settings["limit_mm_per_prompt"] = {"image": 0, "video": 0}
+        tiny_multimodal.register(architecture)
+        settings["language_model_only"] = True
     llm = start_engine(
         model,
         {"method": "cp", "model": heads},

@@ -45,7 +45,7 @@ QWEN3 = (
     "{% set seen.asked = loop.index %}{% endif %}{% endfor %}{% for m in messages %}"
     "<{{ m.role }}>{% set parts = m.content.split('</think>') %}{% if m.role == "
     "'assistant' and loop.index > seen.asked %}<think>\n{% if parts[1:] %}"
-    "{{ parts[0].split('<think>')[-1].strip() }}{% endif %}\n</think>\n\n{% endif %}"
+    "{{ parts[0].split('<think>')[-1].strip() }}{% endif %}</think>\n\n{% endif %}"
     "{{ parts[-1] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -123,9 +123,9 @@ def test_what_a_record_says_is_a_response(
                 "<user>hi<|end|>\n<assistant>",
             ],
             [
-                "<think>\nhm\n</think>\n\nho<|end|>",
-                "<think>\nhm\n</think>\n\nho<|end|>",
-                "<think>\n\n</think>\n\nno<|end|>",
+                "<think>\nhm</think>\n\nho<|end|>",
+                "<think>\nhm</think>\n\nho<|end|>",
+                "<think>\n</think>\n\nno<|end|>",
             ],
         ),
     ],
@@ -154,9 +154,9 @@ def test_a_chat_whose_template_rewrites_turns_is_split(
     facts = store(tmp_path, *[{"messages": messages}] * 20, words=words).facts()
     assert facts["documents_in_data"] == 20
     assert facts["answers_in_data"] == 20 * len(expected)
-    assert facts["counted_tokens_in_data"] == 20 * sum(
-        len(words(text)["input_ids"]) for text in expected
-    )
+    written = [text.removesuffix("<|end|>") for text in expected]
+    tokens = [len(words(text)["input_ids"]) + 1 for text in written]
+    assert facts["counted_tokens_in_data"] == 20 * sum(tokens)
 
 
 def store(
