@@ -46,6 +46,24 @@ def gemma2(folder: Path) -> Path:
     return tiny.save(tf.AutoModelForCausalLM.from_config(config), folder)
 
 
+def biased(folder: Path) -> Path:
+    config = tf.GPTJConfig(
+        vocab_size=tiny.VOCAB,
+        n_positions=256,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        rotary_dim=16,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = tf.GPTJForCausalLM(config)
+    model.lm_head.bias.data.normal_()
+    return tiny.save(model, folder)
+
+
 TARGETS: dict[str, Callable[[Path], Any]] = {
     "gemma3": lambda folder: tiny_multimodal.with_images(folder, "gemma3"),
     "qwen2_5_vl": lambda folder: tiny_multimodal.with_images(
@@ -55,7 +73,7 @@ TARGETS: dict[str, Callable[[Path], Any]] = {
         folder, "granite", num_hidden_layers=2, logits_scaling=3.0
     ),
     "gemma2": gemma2,
-    "phi": tiny.make_biased,
+    "gptj": biased,
 }
 
 

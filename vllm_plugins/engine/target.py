@@ -162,7 +162,10 @@ class TargetLMHead(LMHead):
     ) -> None:
         self.model_config = vllm_config.model_config
         self.device = device
-        self.lm_head: Any = without_adapters(model.lm_head)
+        # Gemma 2 and Cohere read their embeddings.
+        tied = not hasattr(model, "lm_head")
+        lm_head = model.model.embed_tokens if tied else model.lm_head
+        self.lm_head: Any = without_adapters(lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
         self.tp_size = int(self.lm_head.tp_size)
