@@ -14,7 +14,7 @@ import tiny_multimodal
 import torch
 import transformers as tf
 from cases import greedy, prompts, tokens_of
-from conftest import Factory, full_but, start_engine
+from conftest import Factory, start_engine
 from records import write
 from test_demo_heads import counted
 
@@ -77,7 +77,7 @@ TARGETS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", full_but(TARGETS, TARGETS))
+@pytest.mark.parametrize("name", TARGETS)
 def test_as_many_drafts_are_accepted_as_foretold(
     name: str,
     made_once: Factory,
