@@ -214,14 +214,14 @@ class Target:
     def _error_of(self, packed: Batch, final: Tensor) -> float:
         """The error of a window's last states, given them [rows, hidden]."""
         try:
-            states = self.run(packed).final
+            output = self.base(input_ids=packed.input_ids, **self._places(packed))
         except (
             ValueError,
             RuntimeError,
             IndexError,
         ):  # of a family without such masks
             return math.inf
-        return _error(states[len(states) - len(final) :], final)
+        return _error(output.last_hidden_state[0, -len(final) :], final)
 
     def logits(self, states: Tensor) -> Tensor:
         """The LM head's logits of final states, scaled and capped, at least float32.
