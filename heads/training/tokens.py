@@ -312,8 +312,9 @@ class TokenStore:
                     file = held_out_file if is_held_out else train_file
                 file.write(tokens.tobytes())
                 mask = tokens["counted"]
-                answers += np.count_nonzero(np.diff(mask, prepend=False) & mask)
-                counted += np.count_nonzero(mask)
+                begins = np.diff(mask, prepend=False) & mask
+                answers += int(begins.sum())
+                counted += int(mask.sum())
         return answers, counted
 
     def _balance(self, documents: Documents) -> None:
