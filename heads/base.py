@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
@@ -90,6 +91,13 @@ class HeadsConfig(BaseModel, ABC):
         min_length=1,
         max_length=4096,
         description="name or path of the target",
+    )
+    verifier_architectures: list[str] = Field(
+        default_factory=list,
+        validation_alias=AliasPath(
+            "speculators_config", "verifier", "architectures"
+        ),
+        description="names of the target's classes, as in its config.json",
     )
     num_speculative_tokens: RecommendedDrafts
     draft_vocab_size: int | None = Field(
@@ -198,12 +206,16 @@ class HeadsConfig(BaseModel, ABC):
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """The dictionary in speculators' layout, from which model_validate makes the
-        same configuration.
+        """The dictionary in speculators' layout, which only this package reads, and
+        from which model_validate makes the same configuration.
         """
-        fields = self.model_dump(
-            mode="json", exclude={"verifier", "num_speculative_tokens", "target"}
-        )
+        elsewhere = {
+            "verifier",
+            "verifier_architectures",
+            "num_speculative_tokens",
+            "target",
+        }
+        fields = self.model_dump(mode="json", exclude=elsewhere)
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.kind,
@@ -216,8 +228,13 @@ class HeadsConfig(BaseModel, ABC):
                         "speculative_tokens": self.num_speculative_tokens,
                     },
                 ],
-                "verifier": {"name_or_path": self.verifier, "architectures": []},
+                "verifier": {
+                    "name_or_path": self.verifier,
+                    "architectures": self.verifier_architectures,
+                },
             },
             "transformer_layer_config": self.target.model_dump(),
+            "transformers_version": metadata.version("transformers"),
+            "vllm_ppd_version": metadata.version("vllm-ppd"),
             **fields,
         }

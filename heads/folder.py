@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The heads folder: `config.json` (speculators format), and `model.safetensors` or the
-shards of an index; nothing in it is executed.
+"""The heads folder: `config.json` (speculators' layout, read by vllm-ppd), and
+`model.safetensors` or the shards of an index; nothing in it is executed.
 
 The config names the target and the sizes that the heads depend on, so a mismatch is
 refused before a model loads. A name on the Hub may be given in place of a folder

@@ -36,6 +36,8 @@ class NamedWeights(nn.Module):
     # [tokens], the part of the vocabulary that is trained; None: all of it. Not a
     # buffer: each run computes it from the data when it starts.
     token_ids: Tensor | None = None
+    # Cap of the target's logits, for heads that read the target's LM head
+    cap: float | None = None
 
     def __init__(
         self, config: HeadsConfig, tensors: Mapping[str, Tensor]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -26,7 +27,7 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.planning import Stored
-from vllm_ppd.heads.text import StrPath, first_problem
+from vllm_ppd.heads.text import StrPath, first_problem, in_words
 
 PROVENANCE_NAME = "provenance.json"
 PACKAGES = (
@@ -121,6 +122,10 @@ class Provenance(Stored):
     held_out_before: dict[str, Any] = Field(default_factory=dict)
     held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
+    documents_in_data: int | None = None
+    answers_in_data: int | None = None
+    counted_tokens_in_data: int | None = None
+    skipped_records: dict[str, int] = Field(default_factory=dict)
     # Names without their folders, and sizes in bytes
     data_files: list[dict[str, Any]] = Field(default_factory=list)
 
@@ -187,7 +192,7 @@ def write_card(
             license=facts.options.get("license", "other"),
             library_name="vllm",
             pipeline_tag="text-generation",
-            base_model=config.verifier if hub_name(config.verifier) else None,
+            base_model=_base_model(config.verifier),
             tags=["speculative-decoding", "vllm-ppd", "speculators", config.kind],
         )
         card = f"---\n{data.to_yaml()}\n---\n{BEGIN}{END}\n"
@@ -218,12 +223,34 @@ hidden size {target.hidden_size}, vocabulary {target.vocab_size})
 - heads: {config.kind}: {config.describe()}, {config.dtype}
 - recommended drafts per step: {config.num_speculative_tokens}
 - trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens{held_out}
+- data: {data_in_words(facts.model_dump())}
+- files: speculators' layout, read by vllm-ppd
 
     vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files
 
 ## Calibration
 
 {calibration or "Not calibrated (`ppd calibrate`)."}"""
+
+
+def data_in_words(facts: Mapping[str, Any]) -> str:
+    """What a training used of its data and what it left out, from its provenance."""
+    if facts["answers_in_data"] is None:
+        return "not known"
+    skipped = in_words(facts["skipped_records"])
+    return (
+        f"{facts['documents_in_data']:,} records, {facts['answers_in_data']:,} answers "
+        f"or texts, {facts['counted_tokens_in_data']:,} tokens of them; left out: "
+        f"{skipped}"
+    )
+
+
+def _base_model(name: str) -> str | None:
+    """The target's name on the Hub, also of its folder in the Hub's cache."""
+    if (on_hub := hub_name(name)) is not None:
+        return on_hub.repo
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", name)
+    return "/".join(cached.groups()) if cached else None
 
 
 def shown_target(config: HeadsConfig) -> str:

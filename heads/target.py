@@ -26,6 +26,10 @@ LM_HEAD_NAMES = (
     "embed_out.weight",
     "model.embed_tokens.weight",
     "gpt_neox.embed_in.weight",
+    # Of multimodal models
+    "language_model.lm_head.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
 )
 TOKENIZER_NAME = "tokenizer.json"
 SAMPLED_ROWS = 64
@@ -186,8 +190,7 @@ def check_target(
         target: transformers' configuration of the target's text model.
         fingerprint: of the target.
         strict: refuse another LM head. Drafts of a fine-tune or of a copy in another
-            dtype are verified, so they need no refusal, but measurements belong to the
-            target that the heads name.
+            dtype need no refusal if they are verified.
 
     Returns:
         A sentence about other weights, for a warning; None if they are the same, or
@@ -246,7 +249,6 @@ def check_on_disk(
     folder: StrPath,
     target: str,
     trust_remote_code: bool = False,
-    strict: bool = False,
 ) -> str | None:
     """Compare heads with a target on this disk, by its files alone.
 
@@ -267,7 +269,7 @@ def check_on_disk(
         ).get_text_config()
     except (OSError, ValueError):
         return None
-    return check_target(config, folder, text, fingerprint(target), strict) or ""
+    return check_target(config, folder, text, fingerprint(target)) or ""
 
 
 def decoder_layer(target: Any) -> Shapes | None:
@@ -277,7 +279,7 @@ def decoder_layer(target: Any) -> Shapes | None:
     None for a target that transformers cannot build, or whose layers are not found.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel
 
     target = copy.deepcopy(target)
     if hasattr(target, "quantization_config"):
@@ -286,7 +288,7 @@ def decoder_layer(target: Any) -> Shapes | None:
         )  # heads are not quantised, even if the target is
     try:
         with torch.device("meta"):
-            layers = AutoModelForCausalLM.from_config(target).base_model.layers
+            layers = AutoModel.from_config(target).layers
     except (
         Exception
     ):  # of any family's code; loading the model reports what is wrong

@@ -36,10 +36,25 @@ def _chunks(rows: int, unembedding: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _logits(states: Tensor, unembedding: Tensor, bias: Tensor | None) -> Tensor:
-    """E h + bias, at least float32: [rows, vocabulary]."""
+def capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap tanh(logits / cap), as Gemma 2 caps its logits; the logits if there is no cap."""
+    return logits if cap is None else (logits / cap).tanh() * cap
+
+
+def _slopes(logits: Tensor, cap: float) -> Tensor:
+    """The derivatives of capped logits by the uncapped ones."""
+    return 1 - (logits / cap).square()
+
+
+def _logits(
+    states: Tensor,
+    unembedding: Tensor,
+    bias: Tensor | None,
+    cap: float | None = None,
+) -> Tensor:
+    """E h + bias, capped, at least float32: [rows, vocabulary]."""
     logits = functional.linear(states.to(unembedding.dtype), unembedding, bias)
-    return at_least_float32(logits)
+    return capped(at_least_float32(logits), cap)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -50,6 +65,7 @@ class _TokenLogProbs(torch.autograd.Function):
         tokens: Tensor,
         unembedding: Tensor,
         bias: Any,
+        cap: float | None,
     ) -> Any:
         dtype = unembedding.dtype
         result = torch.empty(
@@ -59,28 +75,37 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         # E^T softmax(E h): the term that the gradients of a row's tokens share.
         expected = None
+        slopes = torch.ones_like(result)
         if ctx.needs_input_grad[0]:
             expected = torch.empty_like(states, dtype=dtype)
         for part in _chunks(len(states), unembedding):
-            logits = _logits(states[part], unembedding, bias)
+            logits = _logits(states[part], unembedding, bias, cap)
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             result[part] = logits.gather(1, tokens[part]) - total
+            if cap is not None:
+                slope = _slopes(logits, cap)
+                slopes[part] = slope.gather(1, tokens[part])
             if expected is not None:
-                probs = logits.sub_(total).exp_().to(dtype)
-                torch.mm(probs, unembedding, out=expected[part])
-        ctx.save_for_backward(tokens, unembedding, expected)
+                probs = logits.sub_(total).exp_()
+                if cap is not None:
+                    probs.mul_(slope)
+                torch.mm(probs.to(dtype), unembedding, out=expected[part])
+        ctx.save_for_backward(tokens, unembedding, expected, slopes)
         ctx.dtype = states.dtype
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tokens, unembedding, expected = ctx.saved_tensors
+        tokens, unembedding, expected, slopes = ctx.saved_tensors
         weights = grads[0].to(unembedding.dtype)
         gradient = functional.embedding_bag(
-            tokens, unembedding, per_sample_weights=weights, mode="sum"
+            tokens,
+            unembedding,
+            per_sample_weights=weights * slopes.to(weights),
+            mode="sum",
         )
         gradient = gradient - weights.sum(1, keepdim=True) * expected
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None
 
 
 def token_log_probs(
@@ -88,12 +113,13 @@ def token_log_probs(
     tokens: Tensor,  # [rows] int64, or [rows, k] of several tokens each
     unembedding: Tensor,  # [vocabulary, hidden], frozen
     bias: Tensor | None = None,  # [vocabulary]
+    cap: float | None = None,  # of the logits
 ) -> Tensor:
     """log softmax(E h)[token] of each row, differentiable in the states: the tokens'
     shape, at least float32.
     """
     columns = tokens if tokens.dim() == 2 else tokens[:, None]
-    log_probs = _TokenLogProbs.apply(states, columns, unembedding, bias)
+    log_probs = _TokenLogProbs.apply(states, columns, unembedding, bias, cap)
     return log_probs.view(tokens.shape)
 
 
@@ -103,6 +129,7 @@ def top_log_probs(
     k: int,
     unembedding: Tensor,  # [vocabulary, hidden]
     bias: Tensor | None = None,  # [vocabulary]
+    cap: float | None = None,  # of the logits
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row in descending order.
 
@@ -113,7 +140,7 @@ def top_log_probs(
     ids = []
     log_probs = []
     for part in _chunks(len(states), unembedding):
-        logits = _logits(states[part], unembedding, bias)
+        logits = _logits(states[part], unembedding, bias, cap)
         best = logits.topk(k, dim=-1)
         ids.append(best.indices)
         log_probs.append(
@@ -131,6 +158,7 @@ class _KLToTeacher(torch.autograd.Function):
         unembedding: Tensor,
         bias: Any,
         compare: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         exits, rows = students.shape[:2]
         device = students.device
@@ -138,19 +166,24 @@ class _KLToTeacher(torch.autograd.Function):
         match = torch.zeros(exits, rows, dtype=torch.bool, device=device)
         gradient = torch.empty_like(students, dtype=unembedding.dtype)
         for part in _chunks(rows, unembedding):
-            log_p = _logits(teacher[part], unembedding, bias).log_softmax(-1)
+            logits = _logits(teacher[part], unembedding, bias, cap)
+            log_p = logits.log_softmax(-1)
             p = log_p.exp()
             best = log_p.argmax(-1)
             negative_entropy = (p * log_p).sum(-1)
             for index in range(exits):
-                logits = _logits(students[index, part], unembedding, bias)
+                logits = _logits(students[index, part], unembedding, bias, cap)
                 total = torch.logsumexp(logits, dim=-1)
                 if compare:
                     match[index, part] = logits.argmax(-1) == best
                 cross_entropy = total - torch.linalg.vecdot(p, logits)
                 divergence[index, part] = negative_entropy + cross_entropy
                 if ctx.needs_input_grad[0]:
+                    if cap is not None:
+                        slope = _slopes(logits, cap)
                     difference = logits.sub_(total[:, None]).exp_().sub_(p)
+                    if cap is not None:
+                        difference.mul_(slope)
                     gradient[index, part] = (
                         difference.to(gradient.dtype) @ unembedding
                     )
@@ -168,6 +201,7 @@ class _KLToTeacher(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -177,6 +211,7 @@ def kl_to_teacher(
     unembedding: Tensor,  # [vocabulary, hidden], frozen
     bias: Tensor | None = None,  # [vocabulary]
     compare: bool = True,
+    cap: float | None = None,  # of the logits
 ) -> tuple[Tensor, Tensor]:
     """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1); all exits
     share the teacher's logits.
@@ -186,4 +221,4 @@ def kl_to_teacher(
         arg-max agrees [exits, rows], False without compare, which costs a pass over the
         logits).
     """
-    return _KLToTeacher.apply(students, teacher, unembedding, bias, compare)
+    return _KLToTeacher.apply(students, teacher, unembedding, bias, compare, cap)

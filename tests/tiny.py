@@ -115,8 +115,21 @@ def make_model(
 ) -> Path:
     """Write a random float32 model with a tokenizer; returns its folder."""
     torch.manual_seed(seed)
-    model = architecture(family)(config_of(family, **changes)).eval()
-    model.save_pretrained(folder)
+    return save(architecture(family)(config_of(family, **changes)), folder)
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write a model with a tokenizer; returns its folder."""
+    model.eval().save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def make_biased(folder: Path) -> Path:
+    """A Phi in bfloat16 whose LM head has a bias of about the size of its logits."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    model = tf.PhiForCausalLM(config_of("llama", model_type="phi", **sizes))
+    model.lm_head.bias.data.normal_()
+    return save(model.bfloat16(), folder)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny multimodal model around a tiny text model: its language model says what the
-text model says.
+"""Tiny multimodal models around tiny text models.
 
-Qwen2-Audio, since vLLM's image models need torchvision, of which there is no build
-beside a CPU torch.
+Qwen2-Audio's language model says what the text model says. vLLM's image models need
+torchvision, of which there is no build beside a CPU torch, so they are served without
+images.
 """
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import tiny
@@ -84,6 +86,64 @@ def make(folder: Path, text_model: Path) -> Path:
     )
     tf.Qwen2AudioProcessor(extractor, tokenizer, **tokens).save_pretrained(folder)
     return folder
+
+
+# Families with a vision tower, and those of their text models
+IMAGES = {"gemma3": "gemma3", "mistral3": "mistral", "qwen2_5_vl": "qwen2"}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "image_size": 28,
+    "patch_size": 14,
+    # Qwen's names
+    "num_heads": 2,
+    "depth": 1,
+    "out_hidden_size": 128,
+    "fullatt_block_indexes": [0],
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def with_images(folder: Path, family: str) -> Path:
+    """Write a random model of two text layers and a vision tower."""
+    torch.manual_seed(4)
+    text = tiny.config_of(IMAGES[family], num_hidden_layers=2).to_dict()
+    if family == "qwen2_5_vl":
+        sections = {"mrope_section": [4, 6, 6]}
+        text |= {
+            "model_type": f"{family}_text",
+            "rope_parameters": _ROPE | sections,
+        }
+    config = tf.AutoConfig.for_model(
+        family,
+        text_config=text,
+        vision_config=dict(_TOWER),
+        image_token_id=AUDIO,
+        video_token_id=_BEGIN,
+        vision_start_token_id=_END,
+        mm_tokens_per_image=4,
+    )
+    return tiny.save(tf.AutoModelForMultimodalLM.from_config(config), folder)
+
+
+def register(architecture: str) -> None:
+    """Import vLLM's class of an image model with an empty torchvision, which text alone
+    does not need.
+    """
+    from vllm import ModelRegistry
+
+    name = "torchvision"
+    for part in ("", ".transforms", ".v2", ".functional"):
+        name += part
+        sys.modules[name] = ModuleType(name)
+    cls = ModelRegistry.models[architecture].load_model_cls()
+    for module in [
+        name for name in sys.modules if name.startswith("torchvision")
+    ]:
+        del sys.modules[module]
+    ModelRegistry.register_model(architecture, cls)
 
 
 def sound(seed: int) -> tuple[np.ndarray, int]:

@@ -81,9 +81,7 @@ def logits_at(target: Target, states: Tensor, temperature: float) -> Tensor:
 
     [rows, hidden] -> [rows, vocabulary]
     """
-    states = states.to(target.unembedding.dtype)
-    logits = functional.linear(states, target.unembedding, target.bias).float()
-    return logits / (temperature or 1.0)
+    return target.logits(states) / (temperature or 1.0)
 
 
 def acceptance(

@@ -161,9 +161,7 @@ def checked(
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
         check_reachable(name, options.heads, "set its folder with --model")
-    check_on_disk(
-        config, options.heads, name, options.trust_remote_code, strict=True
-    )
+    check_on_disk(config, options.heads, name, options.trust_remote_code)
     return config, tensors, name
 
 
@@ -181,7 +179,9 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     )
     # It may have been fetched only now.
     known = fingerprint(target.folder)
-    check_target(config, options.heads, target.config, known, strict=True)
+    other_weights = check_target(config, options.heads, target.config, known)
+    if other_weights:
+        print(f"vllm-ppd: warning: {other_weights}", file=sys.stderr)
     if target.max_length is not None and options.output_len >= target.max_length:
         raise TrainingError(
             f"--output-len {options.output_len} leaves no prompt of the model's "

@@ -50,6 +50,7 @@ def drafted(
         target.device, target.dtype
     )
     head.eval()
+    head.cap = target.cap
     drafts = head.positions - 1
     steps = texts.generated.shape[1]
     temperature = texts.temperature

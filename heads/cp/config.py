@@ -108,11 +108,11 @@ class ChainOptions(FullOptions):
         description="weight of a draft's distillation, relative to that of the "
         "previous draft",
     )
-    train_vocab_size: int = Field(
-        0,
+    train_vocab_size: int | None = Field(
+        None,
         ge=0,
-        description="train over the most frequent tokens of the data only, and draft "
-        "from them (0: all tokens)",
+        description="train over the most frequent tokens of the answers only, and "
+        "draft from them (default: so many that they cover 99 % of the answers; 0: all)",
     )
 
 

@@ -22,7 +22,7 @@ from vllm_ppd.kernels.cp_mixture import (
 )
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.unembedding_loss import token_log_probs
+from vllm_ppd.kernels.unembedding_loss import capped, token_log_probs
 
 # Noise of new experts, relative to the norm of their initial weights; a toy mixture
 # trained worse with 0.1
@@ -232,7 +232,7 @@ class CPHead(NamedWeights):
             return logits if bias is None else logits + bias
         assert unembedding is not None
         states = self.states(hidden, context).to(unembedding.dtype)
-        return functional.linear(states, unembedding, bias)
+        return capped(functional.linear(states, unembedding, bias), self.cap)
 
     def log_probs(
         self,
@@ -263,6 +263,7 @@ class CPHead(NamedWeights):
                 index.flatten(0, 2),
                 unembedding,
                 bias,
+                self.cap,
             )
             return flat.view(index.shape)
 

@@ -54,15 +54,17 @@ class CPRecipe(HeadsRecipe):
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        if options.train_vocab_size > target.vocab_size:
+        size = options.train_vocab_size
+        if size is not None and size > target.vocab_size:
             raise TrainingError(
-                f"--train-vocab-size {options.train_vocab_size} is more than the "
-                f"model's {target.vocab_size} tokens"
+                f"--train-vocab-size {size} is more than the model's "
+                f"{target.vocab_size} tokens"
             )
         self.token_counts: Tensor | None = None
         self.state_size = 1.0  # root mean square of the target's states
         self.embedding_rate = 1.0
         self.head = self.make_head().to(target.device)
+        self.head.cap = target.cap
 
     def make_head(self) -> Any:
         """The untrained head: a CPHead, or one with its interface."""
@@ -76,8 +78,8 @@ class CPRecipe(HeadsRecipe):
 
     @property
     def reach(self) -> dict[str, int]:
-        positions = self.head.positions
-        return {f"a joint of {positions} tokens": positions}
+        drafts = range(1, self.head.positions)
+        return {f"draft {draft}": draft + 1 for draft in drafts}
 
     @property
     def reads(self) -> Reads:
@@ -91,11 +93,23 @@ class CPRecipe(HeadsRecipe):
         """Choose the draft vocabulary, compare the scales of states and embeddings, and
         solve the first transforms.
         """
-        size = self.options.train_vocab_size
         self.token_counts = store.token_counts(self.target.vocab_size)
+        size = self.trained_size
         if size:
             self.use_vocabulary(most_frequent(self.token_counts, size))
         self.start_from(self._windows(store), fresh)
+
+    @property
+    def trained_size(self) -> int | None:
+        """How many tokens are trained, by default those that cover the answers; 0 or
+        None: all.
+        """
+        options = self.options
+        size: int | None = options.train_vocab_size
+        is_whole = self.full or not getattr(options, "factorised", True)
+        if size is not None or is_whole or self.token_counts is None:
+            return size
+        return first_guess(self.token_counts)
 
     def use_vocabulary(self, token_ids: Tensor) -> None:
         """Train over these tokens [tokens] alone."""
@@ -187,11 +201,12 @@ class CPRecipe(HeadsRecipe):
             )
 
     def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:
-        n = self.head.positions
+        # A recurrent state predicts the next one alone.
+        n = 2 if self.head.lead else self.head.positions
         for batch in batches:
             final = self.states(batch).final
             tokens, valid = batch.ahead(n)
-            rows = valid.nonzero().squeeze(1)
+            rows = valid[:, -1].nonzero().squeeze(1)
             if len(rows):  # a window may consist of prompt tokens only
                 later = torch.arange(n, device=rows.device)
                 states = final[rows[:, None] + later]
@@ -222,13 +237,17 @@ class CPRecipe(HeadsRecipe):
         head = self.head
         target = self.target
         tokens, valid = batch.ahead(head.positions)
-        if not valid.any():
+        is_drafted = valid[:, 1]
+        if not is_drafted.any():
             return self.nothing(), {}
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
             states = self.states(batch)
-            rows = self.share_of(valid, options.position_share)
+            rows = self.share_of(is_drafted, options.position_share)
             hidden = head.read(states)[rows]
         tokens = tokens[rows]
+        valid = valid[rows]
+        # The text may end before the last of them: [rows, factors]
+        is_learnt = valid[:, head.lead :]
         context = head.context(target, tokens[:, :-1])
         index_of, unembedding, bias = self.vocabulary
         # The tokens to learn, the text's first: [rows, factors, 1 + k]
@@ -239,7 +258,7 @@ class CPRecipe(HeadsRecipe):
             head.positions,
             device=rows.device,
         )
-        at = rows[:, None] + later
+        at = (rows[:, None] + later).clamp(max=len(states.final) - 1)
         if states.top_ids is not None:
             wanted = torch.cat([wanted, states.top_ids[at]], dim=-1)
         wanted = index_of[wanted]
@@ -252,7 +271,7 @@ class CPRecipe(HeadsRecipe):
             context,
             self._rows_at_once(unembedding),
         )
-        known = wanted[..., 0] >= 0
+        known = (wanted[..., 0] >= 0) & is_learnt
         log_probs = conditional_log_probs(log_weights, of_experts, known)
         chain = log_probs[..., 0] * known
         loss = -(1 - options.distillation) * chain.sum(1).mean()
@@ -262,6 +281,7 @@ class CPRecipe(HeadsRecipe):
             "rows": torch.tensor(len(rows), device=rows.device),
             "joint": -chain.detach().sum(),
             "known": known.sum(),
+            "learnt": is_learnt.sum(0),
             "experts": torch.bincount(
                 log_weights.argmax(-1), minlength=head.rank
             ),
@@ -269,12 +289,18 @@ class CPRecipe(HeadsRecipe):
         for factor, log_prob in enumerate(chain.detach().unbind(1)):
             counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
         if self.full:
-            next_token = -target.log_probs(states.final[rows], tokens[:, 0])
+            following, is_text = batch.ahead(1)
+            is_text = is_text[:, 0]  # also where no draft follows it
+            next_token = -target.log_probs(
+                states.final[is_text], following[is_text, 0]
+            )
             loss = loss + next_token.mean()
-            counts["next_token"] = next_token.detach().sum()
+            # As many as there are rows, for the summary
+            counts["next_token"] = next_token.detach().mean() * len(rows)
         if states.top_log_probs is not None:
             # Tokens that are not trained have no part in it.
-            teacher = states.top_log_probs[at].exp() * (wanted[..., 1:] >= 0)
+            is_trained = (wanted[..., 1:] >= 0) & is_learnt[..., None]
+            teacher = states.top_log_probs[at].exp() * is_trained
             distilled = -(teacher * log_probs[..., 1:]).sum(2)
             decay = options.decay ** torch.arange(
                 head.factors, device=rows.device
@@ -282,13 +308,8 @@ class CPRecipe(HeadsRecipe):
             loss = loss + options.distillation * (distilled.mean(0) * decay).sum()
             counts["distilled"] = distilled.detach().sum()
         if not self.training:
-            counts |= self._accepted(
-                states,
-                rows,
-                hidden,
-                tokens,
-                context,
-            )
+            right = self._is_right(states, rows, hidden, tokens, context)
+            counts |= accepted_counts(right & valid[:, 1:])
         return loss, counts
 
     def _rows_at_once(self, unembedding: Tensor) -> int:
@@ -296,16 +317,16 @@ class CPRecipe(HeadsRecipe):
             1, rows_a_chunk(unembedding) // (self.head.factors * self.head.rank)
         )
 
-    def _accepted(
+    def _is_right(
         self,
         states: TargetStates,
         rows: Tensor,
         hidden: Tensor,
         tokens: Tensor,
         context: Tensor | None,
-    ) -> Counts:
-        """How many greedy drafts in a row are the target's greedy tokens, given the
-        text's tokens before them.
+    ) -> Tensor:
+        """Whether greedy drafts are the target's greedy tokens, given the text's tokens
+        before them: [rows, drafts].
         """
         head = self.head
         index_of, unembedding, bias = self.vocabulary
@@ -314,7 +335,8 @@ class CPRecipe(HeadsRecipe):
             head.positions,
             device=rows.device,
         )
-        greedy = self.greedy_tokens(states, rows[:, None] + later)
+        at = (rows[:, None] + later).clamp(max=len(states.final) - 1)
+        greedy = self.greedy_tokens(states, at)
         drafts = []
         for part in torch.arange(len(rows)).split(
             self._rows_at_once(unembedding)
@@ -330,7 +352,7 @@ class CPRecipe(HeadsRecipe):
             log_q = mixtures(logits, weights, index_of[tokens[part]])
             best = [q.argmax(-1) for q in log_q]
             drafts.append(torch.stack(best, dim=1))
-        return accepted_counts(torch.cat(drafts) == index_of[greedy])
+        return torch.cat(drafts) == index_of[greedy]
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         def mean(name: str, digits: int = 4) -> float:
@@ -338,13 +360,17 @@ class CPRecipe(HeadsRecipe):
 
         head = self.head
         first = 1 + head.lead
-        positions = range(first, head.positions + 1)
+        learnt = [counts[f"learnt.{i}"] for i in range(head.factors)]
+        of_positions = [
+            counts[f"position.{first + i}"] for i in range(head.factors)
+        ]
         figures = {
             "joint_nats": mean("joint"),
-            "joint_nats_a_token": round(mean("joint", 8) / head.factors, 4),
+            "joint_nats_a_token": round(counts["joint"] / sum(learnt), 4),
             "first_position": first,
             "conditional_nats_by_position": [
-                mean(f"position.{s}") for s in positions
+                round(nats / max(count, 1), 4)
+                for nats, count in zip(of_positions, learnt, strict=True)
             ],
             "share_of_experts": [
                 mean(f"experts.{a}", 3) for a in range(head.rank)
@@ -355,7 +381,7 @@ class CPRecipe(HeadsRecipe):
                 figures[f"{name}_nats"] = mean(name)
         if head.token_ids is not None:
             figures["tokens_in_vocabulary"] = round(
-                mean("known", 8) / head.factors, 4
+                counts["known"] / sum(learnt), 4
             )
         return figures
 
@@ -363,7 +389,7 @@ class CPRecipe(HeadsRecipe):
         """The fields of a configuration about the draft vocabulary."""
         if self.token_counts is None:  # the data has not been read
             return {}
-        size = self.options.train_vocab_size or first_guess(self.token_counts)
+        size = self.trained_size or first_guess(self.token_counts)
         return {"token_counts": True, "draft_vocab_size": size}
 
     def config(self) -> HeadsConfig:

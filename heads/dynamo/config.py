@@ -68,7 +68,9 @@ class JointSettings(BaseModel):
         0.5,
         ge=0,
         le=1,
-        description="back-off threshold: 0 always takes n tokens, 1 always takes one",
+        description="back-off threshold: n tokens are taken if an n-gram is above "
+        "eps_b^(n-1) in the joint divided by its sum over the top-k (the paper does "
+        "not divide it); 0 always takes n tokens, 1 always takes one",
     )
     blur: int = Field(
         3,

@@ -129,11 +129,14 @@ class DynaMoRecipe(HeadsRecipe):
         unembedding = target.unembedding.detach()
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        drafted: list[Tensor] = []  # greedy drafts of each later head, by row
+        # Greedy drafts of the later heads by row: [rows, heads]
+        shape = (batch.num_tokens, options.tokens - 1)
+        drafts = torch.full(shape, -1, device=target.device)
         # Training does not change head 1 of a frozen target and does not read it.
         first = 1 if self.full or not self.training else 2
         for token in range(first, options.tokens + 1):
             following, valid = batch.ahead(token)
+            valid = valid[:, -1]
             if not valid.any():
                 total = total + self.nothing()
                 continue
@@ -155,10 +158,7 @@ class DynaMoRecipe(HeadsRecipe):
                 if states.top_ids is not None:
                     wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
                 log_q = token_log_probs(
-                    hidden,
-                    wanted,
-                    unembedding,
-                    target.bias,
+                    hidden, wanted, unembedding, target.bias, target.cap
                 )
                 loss = -log_q[:, 0]
                 counts[f"nll.{token}"] = loss.detach().sum()
@@ -174,27 +174,17 @@ class DynaMoRecipe(HeadsRecipe):
                         unembedding,
                         target.bias,
                     )
-                    drafts = torch.full_like(
-                        valid,
-                        -1,
-                        dtype=torch.int64,
-                    )
-                    drafts[rows] = best[:, 0]
-                    drafted.append(drafts)
+                    drafts[rows, token - 2] = best[:, 0]
             if token > 1 or self.full:
                 total = total + loss.mean()
             counts[f"rows.{token}"] = torch.tensor(len(rows), device=loss.device)
-        starts = batch.ahead(options.tokens)[1].nonzero()
-        if drafted and len(starts):
-            later = torch.arange(
-                1,
-                options.tokens,
-                device=starts.device,
-            )
-            greedy = self.greedy_tokens(states, starts + later)
-            counts |= accepted_counts(
-                torch.stack(drafted, dim=1)[starts[:, 0]] == greedy
-            )
+        valid = batch.ahead(options.tokens)[1][:, 1:]
+        starts = valid[:, 0].nonzero()
+        if not self.training and len(starts):
+            later = torch.arange(1, options.tokens, device=starts.device)
+            at = (starts + later).clamp(max=len(valid) - 1)
+            right = drafts[starts[:, 0]] == self.greedy_tokens(states, at)
+            counts |= accepted_counts(right & valid[starts[:, 0]])
         return total, counts
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
@@ -49,6 +48,7 @@ class EarlyRecipe(HeadsRecipe):
         with torch.no_grad():
             states = self.states(batch)
         following, valid = batch.ahead(1)
+        valid = valid[:, 0]
         if not valid.any():
             return self.nothing(), {}
         rows = self.share_of(valid, self.options.position_share)
@@ -76,8 +76,10 @@ class EarlyRecipe(HeadsRecipe):
                 len(exits), len(valid), dtype=torch.bool, device=rows.device
             )
             matches[:, rows] = match
-            starts = ends.nonzero() + torch.arange(drafts, device=rows.device)
-            counts |= accepted_counts(matches[:, starts].flatten(0, 1))
+            first = ends[:, 0].nonzero()
+            starts = first + torch.arange(drafts, device=rows.device)
+            right = matches[:, starts.clamp(max=len(valid) - 1)]
+            counts |= accepted_counts((right & ends[first[:, 0]]).flatten(0, 1))
         return loss.mean(dim=1).sum(), counts
 
     def _transforms(
@@ -100,7 +102,12 @@ class EarlyRecipe(HeadsRecipe):
         )
         if self.options.loss == "kl" or not self.training:
             loss, match = kl_to_teacher(
-                students, final, unembedding, bias, compare=not self.training
+                students,
+                final,
+                unembedding,
+                bias,
+                compare=not self.training,
+                cap=self.target.cap,
             )
         if self.options.loss == "ce":
             tokens = following.repeat(len(students))
@@ -109,6 +116,7 @@ class EarlyRecipe(HeadsRecipe):
                 tokens,
                 unembedding,
                 bias,
+                self.target.cap,
             )
             loss = -log_q.view(shape)
         return loss, match
@@ -137,12 +145,7 @@ class EarlyRecipe(HeadsRecipe):
             if cross_entropy and self.training:
                 return torch.stack([loss, torch.zeros_like(loss)], dim=1)
             with torch.no_grad():
-                logits = functional.linear(
-                    final.to(head.dtype),
-                    head,
-                    target.bias,
-                )
-                log_p = logits.float().log_softmax(-1)
+                log_p = target.logits(final).log_softmax(-1)
             if not cross_entropy:
                 loss = (log_p.exp() * (log_p - log_q)).sum(-1)
             match = log_q.argmax(-1) == log_p.argmax(-1)

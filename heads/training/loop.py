@@ -21,7 +21,11 @@ from tqdm import tqdm
 from vllm_ppd.heads.errors import Stopped, TrainingError, stop_signals
 from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.options import TrainingOptions
-from vllm_ppd.heads.provenance import data_files, provenance
+from vllm_ppd.heads.provenance import (
+    data_files,
+    data_in_words,
+    provenance,
+)
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import (
@@ -159,6 +163,7 @@ class Run:
                 options.train_on_prompts,
             )
         self.store = store
+        processes.say(f"data: {data_in_words(store.facts())}")
         if options.states_cache is not None:
             most_bytes = int(options.states_cache_gib * GIB)
             folder = Path(options.states_cache)
@@ -232,7 +237,7 @@ class Run:
                 if (part, length) == parts[0]:
                     raise TrainingError(
                         f"no window has a response of {row}, which {part} needs to "
-                        f"learn; {instead}"
+                        "learn; give longer responses"
                     )
                 self.processes.say(
                     f"{part} is not trained: no response has {row}; {instead}"
@@ -297,9 +302,7 @@ class Run:
         return {
             "steps": facts.step,
             "tokens": facts.step * self.tokens_a_step,
-            "tokens_in_data": len(self.store.tokens["train"]),
-            "documents_in_data": self.store.manifest.documents,
-            "skipped_records": self.store.manifest.skipped,
+            **self.store.facts(),
             "seconds": round(facts.seconds, 1),
             "stopped_flat": facts.step < self.steps,
             "held_out_before": facts.before,

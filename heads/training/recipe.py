@@ -30,7 +30,8 @@ def accepted_counts(right: Tensor) -> Counts:
     """Held-out counts of drafts that are right and follow no wrong one.
 
     Args:
-        right: [rows, drafts] bool, whether each draft of a step is the target's choice.
+        right: [rows, drafts] bool, whether each draft of a step is the target's choice,
+            and within the text.
     """
     return {
         "accepted": right.long().cumprod(1).sum(0),

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of a training and its device: a frozen causal LM of transformers, whose
-states are read where heads attach.
+"""The target of a training and its device: a frozen causal LM of transformers, or the
+text model of a multimodal one, whose states are read where heads attach.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,15 +16,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
+from vllm_ppd.kernels.sampling import at_least_float32
+from vllm_ppd.kernels.unembedding_loss import (
+    capped,
+    token_log_probs,
+    top_log_probs,
+)
 
-LAYER_NAMES = ("layers", "h")
-NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
+LAYER_NAMES = ("layers", "h", "blocks")
+NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "norm_f")
+# Names in configurations of the cap of the logits
+CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap")
+# The check of a target: its text, and errors that are beyond bfloat16's rounding,
+# relative to the spread of the values
+PROBE = "Heads learn what a model says: 1, 2, 3 and so on."
+STATES_ERROR = 0.1  # of the same tokens in another batch
+LOGITS_ERROR = 0.01
 SAMPLED_VALUES = 1024  # per parameter, for the digest
 
 
@@ -79,7 +93,8 @@ class TargetStates:
 
 
 class Target:
-    """A causal LM folder or hub name, loaded by transformers.
+    """A causal LM folder or hub name, loaded by transformers. Of a multimodal model the
+    text model is read.
 
     Args:
         name: folder or hub name.
@@ -88,8 +103,8 @@ class Target:
         trainable: keep gradients (the full recipes); otherwise the target is frozen.
 
     Raises:
-        TrainingError: if transformers cannot load it, or its layers, norm or LM head
-            are not found.
+        TrainingError: if transformers cannot load it, if its layers, norm or LM head
+            are not found, or if it says something else than heads would learn.
     """
 
     def __init__(
@@ -100,7 +115,12 @@ class Target:
         trust_remote_code: bool = False,
         trainable: bool = False,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import (
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForMultimodalLM,
+            AutoTokenizer,
+        )
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -109,7 +129,12 @@ class Target:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=trust_remote_code
             )
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
+            is_text = config.get_text_config() is config
+            loader = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
+            self.model: Any = loader.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code
             )
         self.name = name
@@ -118,12 +143,9 @@ class Target:
         model: torch.nn.Module = self.model
         model.to(device).eval().requires_grad_(trainable)
         self.trainable = trainable
-        # Llama 4's base_model is the causal LM itself.
-        self.base: Any = (
-            self.model.model
-            if self.model.base_model is model
-            else self.model.base_model
-        )
+        decoder = self.model.get_decoder()
+        # Llama 4's is a causal LM.
+        self.base: Any = getattr(decoder, "model", decoder)
         self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
         self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
         self.has_sinks = any(
@@ -132,26 +154,98 @@ class Target:
         if self.has_sinks:  # gpt-oss: only this attention reads them
             self.model.set_attn_implementation("eager")
         config = self.model.config.get_text_config()
-        for cap in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, cap, None) not in (None, 1, 1.0):
-                raise TrainingError(
-                    f"model {name!r} changes its logits ({cap}), which heads do not "
-                    "support yet"
-                )
         self.config = config
+        # Transformers ignores positions in gpt-oss's masks, so documents would see each
+        # other.
+        self.passes_masks = self.has_sinks
+        # M-RoPE has a position for each of text, time, height and width.
+        rope = getattr(config, "rope_parameters", None) or {}
+        self.position_axes = 4 if "mrope_section" in rope else 1
         self.num_layers = len(self.layers)
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_length = getattr(config, "max_position_embeddings", None)
+        self.scale = 1.0  # of the logits
+        caps = [getattr(config, cap, None) for cap in CAP_NAMES]
+        self.cap: float | None = next(filter(None, caps), None)
+        self._check()
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Measure the scale of the logits, and compare states of packed documents and
+        logits with the model's own.
+
+        Raises:
+            TrainingError: saying what differs.
+        """
+        words = self.tokenizer(PROBE, return_tensors="pt").input_ids
+        ids = words.to(self.device) % self.vocab_size
+        outputs: dict[int, Any] = {}
+        hook = self.base.register_forward_hook(_catch(outputs, 0))
+        logits = self.model(input_ids=ids).logits[0, :, : self.vocab_size].float()
+        hook.remove()
+        final = outputs[0].last_hidden_state[0]
+        places = torch.arange(len(final), device=self.device)[None]
+        both = torch.cat([ids.flip(1), ids], dim=1)
+        packed = Batch(both, places.repeat(1, 2))
+        problem = f"model {self.name!r} cannot be learnt from"
+        if not self._error_of(packed, final) < STATES_ERROR:
+            self.passes_masks = True
+            if not self._error_of(packed, final) < STATES_ERROR:
+                raise TrainingError(
+                    f"{problem}: documents that are packed into a window see each "
+                    "other, or its states depend on more than tokens and positions"
+                )
+        uncapped = logits
+        if self.cap is not None:
+            bounded = (logits / self.cap).clamp(-0.99, 0.99)
+            uncapped = bounded.atanh() * self.cap
+        plain = functional.linear(final, self.unembedding, self.bias).float()
+        scale = float((uncapped * plain).sum() / plain.square().sum())
+        if abs(scale - 1) > 0.01:
+            self.scale = scale
+        error = _error(self.logits(final), logits)
+        if not error < LOGITS_ERROR:
+            raise TrainingError(
+                f"{problem}: its logits differ by {error:.0%} of their spread from its "
+                f"LM head's product with the final states, times {scale:.4g}"
+            )
+
+    def _error_of(self, packed: Batch, final: Tensor) -> float:
+        """The error of a window's last states, given them [rows, hidden]."""
+        try:
+            output = self.base(input_ids=packed.input_ids, **self._places(packed))
+        except (
+            ValueError,
+            RuntimeError,
+            IndexError,
+        ):  # of a family without such masks
+            return math.inf
+        return _error(output.last_hidden_state[0, -len(final) :], final)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The LM head's logits of final states, scaled and capped, at least float32.
+
+        [rows, hidden] -> [rows, vocabulary]
+        """
+        states = states.to(self.dtype)
+        logits = functional.linear(states, self.unembedding, self.bias)
+        return capped(at_least_float32(logits), self.cap)
 
     @property
     def unembedding(self) -> Tensor:
-        """E*: [vocabulary, hidden]."""
-        return self.model.get_output_embeddings().weight[: self.vocab_size]
+        """E*, times the scale of the logits: [vocabulary, hidden]."""
+        weight = self.model.get_output_embeddings().weight
+        return self._scaled(weight[: self.vocab_size])
 
     @property
     def bias(self) -> Tensor | None:
-        return getattr(self.model.get_output_embeddings(), "bias", None)
+        """Of the LM head, times the scale of the logits: [vocabulary]."""
+        bias = getattr(self.model.get_output_embeddings(), "bias", None)
+        return None if bias is None else self._scaled(bias[: self.vocab_size])
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        return values if self.scale == 1 else self.scale * values
 
     @torch.no_grad()
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -163,11 +257,11 @@ class Target:
         hidden]; it learns if trainable.
         """
         if not self.trainable:
-            return token_log_probs(hidden, tokens, self.unembedding, self.bias)
-        logits = self.model.get_output_embeddings()(hidden)
-        return -nn.functional.cross_entropy(
-            logits.float(), tokens, reduction="none"
-        )
+            return token_log_probs(
+                hidden, tokens, self.unembedding, self.bias, self.cap
+            )
+        logits = self.logits(hidden)
+        return -functional.cross_entropy(logits, tokens, reduction="none")
 
     def forget(self, seed: int) -> None:
         """Replace all weights by random ones, initialized by the model's class."""
@@ -216,7 +310,7 @@ class Target:
             states = self.states_of(batch, final, layers, stem)
         if top_k:
             states.top_ids, states.top_log_probs = top_log_probs(
-                states.final, top_k, self.unembedding, self.bias
+                states.final, top_k, self.unembedding, self.bias, self.cap
             )
         return states
 
@@ -259,16 +353,17 @@ class Target:
 
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""
+        positions = batch.position_ids
+        if self.position_axes > 1:
+            positions = positions.expand(self.position_axes, -1, -1)
         places: dict[str, Any] = {
-            "position_ids": batch.position_ids,
+            "position_ids": positions,
             "use_cache": False,
         }
-        # Transformers ignores positions in gpt-oss's masks, so documents would see each
-        # other
-        if self.has_sinks:
-            places["attention_mask"] = packed_masks(
-                self.config, batch.position_ids, self.dtype
-            )
+        if self.passes_masks:
+            masks = packed_masks(self.config, batch.position_ids, self.dtype)
+            whole = masks["full_attention"]
+            places["attention_mask"] = masks if len(masks) > 1 else whole
         return places
 
     def digest(self) -> str:
@@ -290,6 +385,7 @@ class Target:
         """The fields of a heads config that describe its target."""
         return {
             "verifier": self.name,
+            "verifier_architectures": self.model.config.architectures or [],
             "target": TargetLayers(
                 model_type=self.config.model_type,
                 hidden_size=self.hidden_size,
@@ -307,6 +403,12 @@ class Target:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(self.name, local_files_only=True))
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """The root mean square of a difference, relative to the spread of `theirs`."""
+    error = (ours.float() - theirs.float()).square().mean().sqrt()
+    return float(error / theirs.float().std())
 
 
 def packed_masks(
@@ -332,10 +434,11 @@ def packed_masks(
         "past_key_values": None,
         "position_ids": position_ids,
     }
-    return {
-        "full_attention": create_causal_mask(**settings),
-        "sliding_attention": create_sliding_window_causal_mask(**settings),
-    }
+    masks = {"full_attention": create_causal_mask(**settings)}
+    if getattr(config, "sliding_window", None) is not None:
+        sliding = create_sliding_window_causal_mask(**settings)
+        masks["sliding_attention"] = sliding
+    return masks
 
 
 def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:

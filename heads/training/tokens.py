@@ -59,27 +59,28 @@ class Batch:
         """The n tokens that follow each token.
 
         Returns:
-            (tokens [windows * length, n]; whether all n are in the token's document and
-            window and count in the loss [windows * length]).
+            (tokens [windows * length, n]; whether each of them, and all before it, are
+            in the token's document and window and count in the loss [windows * length,
+            n]).
         """
-        windows, length = self.input_ids.shape
+        length = self.input_ids.shape[1]
         device = self.input_ids.device
         steps = torch.arange(1, n + 1, device=device)
         following = (
             torch.arange(length, device=device)[:, None] + steps
         )  # [length, n]
-        is_inside = following[:, -1] < length
+        is_inside = following < length
         following = following.clamp(max=length - 1)
         # Positions restart at every document.
-        is_same_document = (
-            self.position_ids[:, following[:, -1]] == self.position_ids + n
-        )
-        valid = is_inside & is_same_document
+        expected = self.position_ids[..., None] + steps
+        valid = is_inside & (self.position_ids[:, following] == expected)
         if self.counted is not None:
-            valid &= self.counted[:, following].all(dim=-1)
-        return self.input_ids[:, following].reshape(
-            windows * length, n
-        ), valid.reshape(-1)
+            valid &= self.counted[:, following]
+        valid = valid.cummin(dim=-1).values
+        return (
+            self.input_ids[:, following].flatten(0, 1),
+            valid.flatten(0, 1),
+        )
 
     def to(self, device: torch.device) -> Batch:
         return replace(
@@ -95,8 +96,10 @@ class Manifest(BaseModel):
 
     # Hash of the names and times of the data files, the split and the tokenizer
     key: str
-    documents: int
-    skipped: dict[str, int]  # records by reason
+    documents: int  # records
+    answers: int  # stretches of tokens that count in the loss
+    counted: int  # these tokens
+    skipped: dict[str, int]  # records, and answers of chats, by reason
 
 
 class TokenStore:
@@ -144,10 +147,14 @@ class TokenStore:
         if manifest is None or manifest.key != key:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / NAME).unlink(missing_ok=True)
-            self._write(documents)
+            answers, counted = self._write(documents)
             self._balance(documents)
             manifest = Manifest(
-                key=key, documents=documents.count, skipped=documents.skipped
+                key=key,
+                documents=documents.count,
+                answers=answers,
+                counted=counted,
+                skipped=documents.skipped,
             )
             write_text(folder / NAME, manifest.model_dump_json())
         self.manifest = manifest
@@ -182,7 +189,7 @@ class TokenStore:
             batch = self.batch(
                 split, range(start, min(start + LOOKED_AT, windows))
             )
-            if batch.ahead(ahead)[1].any():
+            if batch.ahead(ahead)[1][:, -1].any():
                 return True
         return False
 
@@ -260,8 +267,25 @@ class TokenStore:
         settings = [self.held_out, self.vocab_size, words, template]
         return digest_of_value([FORMAT, stamp, *settings, self.train_on_prompts])
 
-    def _write(self, documents: Documents) -> None:
-        """Tokenize all documents into the two files."""
+    def facts(self) -> dict[str, Any]:
+        """What was used of the data and what was left out, for the provenance."""
+        manifest = self.manifest
+        return {
+            "tokens_in_data": len(self.tokens["train"]),
+            "documents_in_data": manifest.documents,
+            "answers_in_data": manifest.answers,
+            "counted_tokens_in_data": manifest.counted,
+            "skipped_records": manifest.skipped,
+        }
+
+    def _write(self, documents: Documents) -> tuple[int, int]:
+        """Tokenize all documents into the two files.
+
+        Returns:
+            (stretches of tokens that count in the loss, these tokens).
+        """
+        answers = 0
+        counted = 0
         end = self.tokenizer.eos_token_id
         control = control_tokens(self.tokenizer)
         train, held_out = map(self._path, SPLITS)
@@ -287,6 +311,11 @@ class TokenStore:
                     is_held_out = _fraction_of(document) < self.held_out
                     file = held_out_file if is_held_out else train_file
                 file.write(tokens.tobytes())
+                mask = tokens["counted"]
+                begins = np.diff(mask, prepend=False) & mask
+                answers += int(begins.sum())
+                counted += int(mask.sum())
+        return answers, counted
 
     def _balance(self, documents: Documents) -> None:
         """Move tokens between the files where the prompts' hashes held out too many or

@@ -157,13 +157,15 @@ def test_engine_counts_what_calibration_expects(
         assert seen["accepted"] > 100
 
 
-def counted(outputs: list[Any], drafts: int) -> Counter[str]:
+def counted(
+    outputs: list[Any], drafts: int, tokens: int = TOKENS
+) -> Counter[str]:
     """What engines count, without drafts beyond the end of a request, which calibration
     does not have.
     """
     seen = Counter[str]()
     for output in outputs:
-        left = TOKENS - 1  # the prompt's step emits one
+        left = tokens - 1  # the prompt's step emits one
         metrics = output.outputs[0].spec_decode_metrics.to_dict()
         for accepted in metrics["per_step_accepted"]:
             made = min(drafts, left - 1)

@@ -9,7 +9,6 @@ import heads_folders
 import pytest
 import tiny
 import torch
-import transformers as tf
 from cases import generate, greedy
 from conftest import Factory, drafter_of, start_engine
 from safetensors.torch import load_file
@@ -22,22 +21,7 @@ SIZES = {"hidden_size": 128, "num_hidden_layers": 2}
 
 @pytest.fixture(scope="module")
 def phi(made_once: Factory) -> Path:
-    """A tiny Phi in bfloat16 whose LM head has a bias of about the size of its logits."""
-
-    def make(folder: Path) -> None:
-        torch.manual_seed(0)
-        config = tiny.config_of(
-            "llama",
-            model_type="phi",
-            num_key_value_heads=4,
-            **SIZES,
-        )
-        model = tf.PhiForCausalLM(config)
-        model.lm_head.bias.data.normal_()
-        model.bfloat16().save_pretrained(folder)
-        tiny.make_tokenizer().save_pretrained(folder)
-
-    return made_once("phi-with-bias", make)
+    return made_once("phi-with-bias", tiny.make_biased)
 
 
 def stored(model: Path, name: str) -> torch.Tensor:

@@ -57,8 +57,6 @@ MOST_PASSES = 16  # over the data
 EVALUATIONS = 12
 PATIENCE = 6
 CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
-# Most frequent tokens over which heads are trained, if the vocabulary is larger
-VOCABULARY = 8192
 STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 
 
@@ -236,8 +234,6 @@ class Fit:
             "rank": 1,
             "dropout": 0.1,
         }
-        if self.config.vocab_size > VOCABULARY:
-            chosen["train_vocab_size"] = VOCABULARY
         layers = self.config.num_hidden_layers
         if layers >= 4 and self.architecture in FAMILIES:
             chosen["layers"] = tuple(

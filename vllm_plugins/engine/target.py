@@ -28,6 +28,7 @@ from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_ppd.heads.module import columns, most_frequent
 from vllm_ppd.kernels.sampling import INVALID
+from vllm_ppd.kernels.unembedding_loss import capped
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.branched import (
     BranchedModel,
@@ -35,6 +36,7 @@ from vllm_ppd.model_patches.branched import (
     build_layers,
 )
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
 Cut = TypeVar("Cut", bound=ModelCut)
 # Estimates, not measured. An H100's memory has 3.35 TB/s; with a slower one dividing
@@ -160,7 +162,10 @@ class TargetLMHead(LMHead):
     ) -> None:
         self.model_config = vllm_config.model_config
         self.device = device
-        self.lm_head: Any = without_adapters(model.lm_head)
+        # Gemma 2 and Cohere read their embeddings.
+        tied = not hasattr(model, "lm_head")
+        lm_head = model.model.embed_tokens if tied else model.lm_head
+        self.lm_head: Any = without_adapters(lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
         self.tp_size = int(self.lm_head.tp_size)
@@ -184,8 +189,14 @@ class TargetLMHead(LMHead):
         """[shard_size], the parameter itself; None if the LM head has none."""
         return getattr(self.lm_head, "bias", None)
 
+    @property
+    def cap(self) -> float | None:
+        """Of the scaled logits; None if the model does not cap them."""
+        processor = self.logits_processor
+        return processor.soft_cap and processor.soft_cap * processor.scale
+
     def rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rows of E* [tokens, hidden] and their bias [tokens].
+        """Rows of E* [tokens, hidden] and their bias [tokens], scaled but not capped.
 
         Those of a quantised LM head, and of a shard, which may be packed, are products
         with unit vectors. These have no bias: a bias would round
@@ -194,36 +205,28 @@ class TargetLMHead(LMHead):
         Args:
             token_ids: [tokens], whose rows are read on every rank; None: this rank's
                 shard.
-
-        Raises:
-            ValueError: if the model caps its logits, which are then no product of a
-                matrix.
         """
-        if self.logits_processor.soft_cap:
-            raise ValueError(
-                "this model caps its logits, so a part of its LM head cannot be read "
-                "separately"
-            )
         whole = token_ids is not None
         which = slice(None) if token_ids is None else token_ids
         dtype = self.model_config.dtype
         hidden_size = self.model_config.hf_text_config.hidden_size
         units = torch.eye(hidden_size, dtype=dtype, device=self.device)
         zero = torch.zeros_like(units[:1])
-        bias = self.logits(zero, whole)[0, which].to(dtype)
         weight = getattr(self.lm_head, "weight", None)
-        if whole and weight is not None and weight.dtype == dtype:
-            rows = VocabParallelEmbedding.forward(self.lm_head, token_ids)
-            return rows * self.logits_processor.scale, bias
         columns = []
-        for part in units.split(UNITS_AT_ONCE):
-            product = self.logits_processor(
-                self.lm_head,
-                part,
-                None,
-                skip_gather=not whole,
-            )
-            columns.append(product[:, which].to(dtype))
+        with temporarily(self.logits_processor, soft_cap=None):
+            bias = self.logits(zero, whole)[0, which].to(dtype)
+            if whole and weight is not None and weight.dtype == dtype:
+                rows = VocabParallelEmbedding.forward(self.lm_head, token_ids)
+                return rows * self.logits_processor.scale, bias
+            for part in units.split(UNITS_AT_ONCE):
+                product = self.logits_processor(
+                    self.lm_head,
+                    part,
+                    None,
+                    skip_gather=not whole,
+                )
+                columns.append(product[:, which].to(dtype))
         return torch.cat(columns).t().contiguous(), bias
 
 
@@ -330,7 +333,7 @@ class DraftVocabulary:
         """The LM head's logits of states [rows, hidden]: [rows, size]."""
         if self.linear is None:
             return self.lm_head.logits(hidden)
-        return self.linear(hidden) + self.bias
+        return capped(self.linear(hidden) + self.bias, self.lm_head.cap)
 
     def classifiers(self, weight: Tensor) -> PackedLinear:
         """y = W x for the drafted tokens' rows of classifiers [..., vocabulary, hidden],

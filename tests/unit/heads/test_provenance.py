@@ -17,6 +17,10 @@ FACTS = {
     "time": "2030-01-01T00:00:00Z",
     "tokens": 4096,
     "options": {"license": "apache-2.0"},
+    "documents_in_data": 7,
+    "answers_in_data": 9,
+    "counted_tokens_in_data": 1234,
+    "skipped_records": {"a prompt without a response": 3},
     "held_out_before": {"loss": 5.5},
     "held_out_after": {"loss": 4.25},
 }
@@ -37,9 +41,21 @@ def test_card_of_heads_that_were_trained(folder: Path) -> None:
         "acme/target",
     )
     served = "vllm serve acme/target --speculative-model"
-    for part in (served, "4096", "5.5 before, 4.25 after", "Not calibrated"):
+    data = (
+        "7 records, 9 answers or texts, 1,234 tokens of them; left out: "
+        "a prompt without a response: 3"
+    )
+    layout = "speculators' layout, read by vllm-ppd"
+    for part in (served, "4096", "5.5 before, 4.25 after", data, layout):
         assert part in card.text, part
-    assert "/secret" not in card.text
+    assert "/secret" not in card.text and "Not calibrated" in card.text
+
+
+def test_base_model_of_a_folder_in_the_hubs_cache(folder: Path) -> None:
+    cached = "/cache/hub/models--acme--target-1B/snapshots/0123abcd"
+    config = load_config(folder).model_copy(update={"verifier": cached})
+    write_card(folder, config)
+    assert ModelCard.load(folder / CARD_NAME).data.base_model == "acme/target-1B"
 
 
 def test_what_a_user_wrote_stays(folder: Path) -> None:

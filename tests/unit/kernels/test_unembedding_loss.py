@@ -23,9 +23,11 @@ def assert_same(
     torch.testing.assert_close(ours.grad, plain.grad)
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "cap"), [(False, None), (True, None), (True, 2.0)]
+)
 def test_losses_equal_plain_autograd(
-    monkeypatch: pytest.MonkeyPatch, bias: bool
+    monkeypatch: pytest.MonkeyPatch, bias: bool, cap: float | None
 ) -> None:
     """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
     torch.manual_seed(0)
@@ -35,9 +37,10 @@ def test_losses_equal_plain_autograd(
     shift = torch.randn(50) if bias else None
 
     def log_probs(states: torch.Tensor) -> torch.Tensor:
-        return functional.log_softmax(
-            functional.linear(states, matrix, shift), -1
-        )
+        logits = functional.linear(states, matrix, shift)
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return functional.log_softmax(logits, -1)
 
     def twice(*shape: int) -> list[torch.Tensor]:
         states = torch.randn(*shape)
@@ -51,24 +54,14 @@ def test_losses_equal_plain_autograd(
         assert_same(
             ours,
             plain,
-            token_log_probs(
-                ours,
-                tokens,
-                matrix,
-                shift,
-            ),
+            token_log_probs(ours, tokens, matrix, shift, cap),
             direct,
         )
 
     (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
     log_p = log_probs(teacher)
     log_q = log_probs(plain)
-    actual, match = kl_to_teacher(
-        ours,
-        teacher,
-        matrix,
-        shift,
-    )
+    actual, match = kl_to_teacher(ours, teacher, matrix, shift, cap=cap)
     assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
     assert_same(
         ours,

@@ -35,7 +35,7 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     recipe.start_from(iter(batches))
     final = recipe.target.run(batches[0]).final
     tokens, valid = batches[0].ahead(4)
-    rows = valid.nonzero().squeeze(1)
+    rows = valid.all(dim=1).nonzero().squeeze(1)
     before = final[rows]
     wanted = final[rows + 1]
     first = recipe.head.states(before, tokens[rows])[:, 0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from conftest import Factory
 from records import read, write
@@ -87,10 +88,10 @@ def test_answers_that_are_too_short(
     --patience.
     """
     file = tmp_path / "l.jsonl"
-    message = "no window has a response of 3 tokens in a row, .* --num-speculative-tokens"
-    data = write(
-        file, *[{"prompt": f"{i}? ", "completion": "y"} for i in range(200)]
-    )
+    message = "no window has a response of 2 tokens in a row, which draft 1 needs"
+    cut_off = {"token_ids": [66], "finish_reason": "length"}
+    prompts = [{"prompt_token_ids": [40 + i, 41]} for i in range(200)]
+    data = write(file, *[prompt | cut_off for prompt in prompts])
     with pytest.raises(TrainingError, match=message):
         train("cp", data=(data,))
     answer = {"completion": "yes, it is so"}
@@ -105,6 +106,20 @@ def test_answers_that_are_too_short(
     assert facts.held_out_before == facts.held_out_after == {}
     assert facts.steps == 4
     assert "is not evaluated: no held-out response has" in capsys.readouterr().err
+
+
+def test_token_heads_of_a_large_vocabulary(
+    train: Factory, made_once: Factory
+) -> None:
+    """T4 with Llama 3's, whose n-grams have keys of the most frequent tokens."""
+    sizes = {"vocab_size": 128_256, "hidden_size": 32, "num_hidden_layers": 2}
+    model = made_once(
+        "large-vocabulary", lambda folder: tiny.make_model(folder, **sizes)
+    )
+    small = {"steps": 2, "batch_size": 1, "evaluation_tokens": 64}
+    folder = train("dynamo", model, tokens=4, **small)
+    entries = check_folder(folder).cooccurrence_entries
+    assert set(entries) == {2, 3, 4} and min(entries.values()) > 20
 
 
 def test_steps_without_a_response_are_not_a_loss_of_zero(

@@ -38,6 +38,17 @@ OPENING = (
     "m.content.split('</think>')[-1] }}{% if m.role == 'assistant' %}<|end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
+# As Qwen3's: the reasoning is left out of all turns before the last question, and an
+# answer without any gets an empty one.
+QWEN3 = (
+    "{% set seen = namespace(asked=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set seen.asked = loop.index %}{% endif %}{% endfor %}{% for m in messages %}"
+    "<{{ m.role }}>{% set parts = m.content.split('</think>') %}{% if m.role == "
+    "'assistant' and loop.index > seen.asked %}<think>\n{% if parts[1:] %}"
+    "{{ parts[0].split('<think>')[-1].strip() }}{% endif %}</think>\n\n{% endif %}"
+    "{{ parts[-1] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "ho ho"}
 OTHER = {"role": "user", "content": "more?"}
@@ -100,6 +111,23 @@ def test_what_a_record_says_is_a_response(
             ["<user>hi<assistant>ho ho<|end|><user>more?<assistant><think>\n"],
             ["hm</think>ho<|end|>"],
         ),
+        (
+            QWEN3,
+            [USER, THOUGHT, OTHER, THOUGHT, USER, LAST],
+            [
+                "<user>hi<|end|>\n<assistant>",
+                "<user>hi<|end|>\n<assistant>ho<|end|>\n"
+                "<user>more?<|end|>\n<assistant>",
+                "<user>hi<|end|>\n<assistant>ho<|end|>\n"
+                "<user>more?<|end|>\n<assistant>ho<|end|>\n"
+                "<user>hi<|end|>\n<assistant>",
+            ],
+            [
+                "<think>\nhm</think>\n\nho<|end|>",
+                "<think>\nhm</think>\n\nho<|end|>",
+                "<think>\n</think>\n\nno<|end|>",
+            ],
+        ),
     ],
 )
 def test_a_chat_whose_template_rewrites_turns_is_split(
@@ -123,6 +151,12 @@ def test_a_chat_whose_template_rewrites_turns_is_split(
         ]
     # Other readers take whole chats, of which no prompt is a response.
     assert responses(path, words)[0] in ("", expected[0])
+    facts = store(tmp_path, *[{"messages": messages}] * 20, words=words).facts()
+    assert facts["documents_in_data"] == 20
+    assert facts["answers_in_data"] == 20 * len(expected)
+    written = [text.removesuffix("<|end|>") for text in expected]
+    tokens = [len(words(text)["input_ids"]) + 1 for text in written]
+    assert facts["counted_tokens_in_data"] == 20 * sum(tokens)
 
 
 def store(
@@ -264,34 +298,98 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_losses_are_of_the_counted_tokens(tiny_model: Factory, name: str) -> None:
     """Sums over the rows of a document are those of its rows one by one: a mask picks
-    rows and changes nothing else. A batch of prompts alone trains nothing.
+    rows, ends what they learn, and changes nothing else. A batch of prompts alone
+    trains nothing.
     """
     torch.manual_seed(0)
     made = untrained(tiny_model(), name.split()[0], **OPTIONS[name]).eval()
     length = 12
     batch = Batch(torch.randint(1, 200, (1, length)), torch.arange(length)[None])
     _, whole = made.loss(batch)
-    reach = {"cp": 3, "dynamo": 3}.get(name, 1)
     sums: defaultdict[str, Any] = defaultdict(int)
     for start in range(1, length):
-        for end in range(start + 1, min(start + reach, length) + 1):
+        end = min(start + 3, length)
+        # The row before a run, which a shorter run does not have
+        for begin, sign in ((start, 1), (start + 1, -1)):
             counted = torch.zeros(1, length, dtype=torch.bool)
-            counted[0, start:end] = True
+            counted[0, begin:end] = True
             _, counts = made.loss(replace(batch, counted=counted))
-            # A run of n tokens: for kinds whose heads look n ahead, the one row before
-            # it.
             for key, count in counts.items():
-                if name == "dynamo" and not key.endswith(f".{end - start}"):
-                    continue
-                if name != "cp" or end - start == reach:
-                    sums[key] += count
+                sums[key] += sign * count
     for key, count in whole.items():
-        # Accepted drafts are of rows all of whose drafts are counted.
-        if name == "cp" or not key.startswith("accepted"):
-            torch.testing.assert_close(sums[key].to(count.dtype), count, msg=key)
+        torch.testing.assert_close(sums[key].to(count.dtype), count, msg=key)
     loss, _ = made.train().loss(replace(batch, counted=torch.zeros_like(counted)))
     loss.backward()
     assert loss.item() == 0
     gradients = [p.grad for p in made.parameters() if p.requires_grad]
     assert gradients
     assert all(g is not None and not g.any() for g in gradients)
+
+
+def short_answers(count: int, seed: int) -> Batch:
+    """A window of answers of 3 to 12 tokens, the end included; the prompt says how many."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    places: list[int] = []
+    counted: list[bool] = []
+    for index in range(count):
+        length = 3 + index % 10
+        kind = int(rng.integers(20))
+        answer = [100 + (7 * kind + 3 * i) % 50 for i in range(length - 1)]
+        ids += [40 + length, 60 + kind, *answer, 0]
+        places += range(2 + length)
+        counted += [False] * 2 + [True] * length
+    return Batch(
+        torch.tensor([ids]),
+        torch.tensor([places]),
+        counted=torch.tensor([counted]),
+    )
+
+
+def accepted_ends(recipe: Any, batch: Batch) -> torch.Tensor:
+    """How many end tokens are drafted after right drafts, as first, second, ... draft."""
+    target = recipe.target
+    tokens, valid = batch.ahead(recipe.head.positions)
+    tokens = tokens[valid[:, 1]]
+    hidden = recipe.head.read(recipe.states(batch))[valid[:, 1]]
+    context = recipe.head.context(target, tokens[:, :-1])
+    logits = recipe.head.logits(hidden, target.unembedding, None, context)
+    right = logits[:, :, 0].argmax(-1) == tokens[:, 1:]
+    right &= valid[valid[:, 1], 1:]
+    return (right.cumprod(1) * (tokens[:, 1:] == 0)).sum(0)
+
+
+def test_ends_of_short_answers_are_learnt(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows learn as far as their answer goes. If they had to have every token ahead,
+    ends were learnt as the last draft alone.
+    """
+    ahead = Batch.ahead
+
+    def all_ahead(batch: Batch, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, valid = ahead(batch, n)
+        return tokens, valid & valid[:, -1:]
+
+    batch = short_answers(200, seed=0)
+    ends = []
+    for rule in (all_ahead, ahead):
+        torch.manual_seed(0)
+        made = untrained(
+            tiny_model(), "cp", rank=1, positions=4, distillation=0.0
+        )
+        states = made.states(batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(Batch, "ahead", rule)
+            patch.setattr(made, "states", lambda _, states=states: states)
+            made.start_from(iter([batch]))
+            optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+            for _ in range(60):
+                made.loss(batch)[0].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            ends.append(accepted_ends(made.eval(), short_answers(100, seed=1)))
+    before, after = (counts.tolist() for counts in ends)
+    assert sum(before[:2]) < 10
+    assert min(after) > 30, (before, after)

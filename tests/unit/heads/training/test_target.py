@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the target: packed documents are computed as each is alone."""
+"""The target: packed documents are computed as each is alone, and heads learn its own
+logits.
+"""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny
+import tiny_multimodal
 import torch
+import transformers as tf
 from conftest import Factory
 
+from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.target import decoder_layer, fingerprint
+from vllm_ppd.heads.training import target as targets
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -34,3 +45,84 @@ def test_packed_documents_do_not_see_each_other(
             packed.exits[2][window], alone.exits[2], atol=1e-4, rtol=1e-4
         )
         start += length
+
+
+def made(family: str, **changes: Any) -> Any:
+    """A tiny model of two layers."""
+    config = tiny.config_of(family, num_hidden_layers=2, **changes)
+    return tf.AutoModelForCausalLM.from_config(config)
+
+
+# What is computed of a product with the LM head: (scale, cap)
+LOGITS: dict[str, tuple[dict[str, Any], float, float | None]] = {
+    "granite": ({"logits_scaling": 3.0}, 1 / 3, None),
+    "cohere": ({"model_type": "cohere", "logit_scale": 0.25}, 0.25, None),
+    "gemma2": (
+        {"model_type": "gemma2", "final_logit_softcapping": 4.0},
+        1.0,
+        4.0,
+    ),
+    # Masks packed documents only by masks that it is given
+    "opt": ({"model_type": "opt", "word_embed_proj_dim": 64}, 1.0, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LOGITS)
+def test_logits_are_the_models_own(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """Scaled or capped ones are measured; likeliest tokens have their probabilities."""
+    changes, scale, cap = LOGITS[name]
+    family = {"granite": "granite", "gemma2": "gemma3"}.get(name, "llama")
+    tiny.save(made(family, **changes), tmp_path)
+    target = Target(str(tmp_path), torch.device("cpu"), dtype)
+    assert (target.scale, target.cap) == (pytest.approx(scale, rel=1e-3), cap)
+    ids = torch.arange(10, 40)[None]
+    states = target.run(Batch(ids, torch.arange(30)[None]), top_k=3)
+    with torch.no_grad():
+        logits = target.model(ids).logits[0].float()
+    near = {"atol": 1e-4, "rtol": 1e-4}
+    if dtype == torch.bfloat16:
+        near = {"atol": 0.05, "rtol": 0.02}
+    torch.testing.assert_close(target.logits(states.final), logits, **near)
+    assert states.top_ids is not None
+    best = logits.log_softmax(-1).gather(1, states.top_ids)
+    torch.testing.assert_close(states.top_log_probs, best, **near)
+
+
+def test_other_logits_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those whose cap has a name that is not known."""
+    tiny.save(made("gemma3", **LOGITS["gemma2"][0]), tmp_path)
+    monkeypatch.setattr(targets, "CAP_NAMES", ())
+    with pytest.raises(TrainingError, match=r"its logits differ by .*%"):
+        Target(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+def test_documents_that_see_each_other_are_refused(tmp_path: Path) -> None:
+    """Bloom masks no documents and takes no masks of them."""
+    sizes = {
+        "vocab_size": tiny.VOCAB,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+    }
+    config = tf.BloomConfig(**sizes, initializer_range=0.12)
+    tiny.save(tf.BloomForCausalLM(config), tmp_path)
+    with pytest.raises(
+        TrainingError, match="packed into a window see each other"
+    ):
+        Target(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("family", tiny_multimodal.IMAGES)
+def test_text_models_of_multimodal_models(tmp_path: Path, family: str) -> None:
+    tiny_multimodal.with_images(tmp_path, family)
+    target = Target(str(tmp_path), torch.device("cpu"), torch.float32)
+    assert fingerprint(tmp_path).lm_head is not None
+    layer = target.layers[-1].state_dict()
+    shapes = {name: list(tensor.shape) for name, tensor in layer.items()}
+    assert decoder_layer(target.config) == shapes
+    assert not target.passes_masks
