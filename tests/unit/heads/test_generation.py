@@ -174,7 +174,7 @@ def test_a_time_limit_ends_after_a_batch(
         (
             TEMPLATE,
             {"num_chats": 500},
-            "user turns are too long, empty or repeated; give",
+            "user turns are too long, empty or repeated; pass",
         ),
         (
             "{% for m in messages %}{{ m.content | upper }}{% endfor %}",
@@ -206,7 +206,7 @@ def test_what_cannot_be_written_is_refused(
     tokenizer.chat_template = template
     if not template:
         tokenizer.bos_token = tokenizer.eos_token = None
-    if "max_length" in options:
+    if "max_model_len" in options:
         options = options | {"prompts": prompts}
     with pytest.raises(TrainingError, match=message):
         run(**options)

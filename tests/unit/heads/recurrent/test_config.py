@@ -95,7 +95,7 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
         ),
         ("arctic-lstm", "emb_dim", "32", "emb_dim='32' must be inner_dim=24"),
         ("arctic-lstm", "tie_weights", False, "do not share weights is not"),
-        ("arctic-lstm", "method", "sum_gru", "should be 'sum_rnn' or 'sum_lstm'"),
+        ("arctic-lstm", "method", "sum_gru", "must be 'sum_rnn' or 'sum_lstm'"),
     ],
 )
 def test_configurations_that_cannot_be_drafted_with(
@@ -141,7 +141,7 @@ def test_calibration_adds_the_target_and_counts(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(20, 3))
     options: dict[str, Any] = {
-        "prompts": 4,
+        "num_prompts": 4,
         "prompt_tokens": 8,
         "output_len": 12,
     }

@@ -187,7 +187,7 @@ def test_bounds(
     store: TokenStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(TrainingError, match="--states-cache-gib allows 1e-05"):
+    with pytest.raises(TrainingError, match="--states-cache-gib allows 9"):
         cache(Reads(), 10_000)
     assert not (tmp_path / "cache").exists()
     made = cache(Reads())
@@ -202,7 +202,7 @@ def test_bounds(
     )
     for _ in range(2):
         with pytest.raises(
-            TrainingError, match=r"the disk of .* has 0\.00 GB free"
+            TrainingError, match=r"the disk of .* has 0\.00 GiB free"
         ):
             cache(Reads(exits=(2,), top_k=3), family="qwen3")
 
