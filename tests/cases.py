@@ -276,6 +276,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "gamma": 0.02,
         "heads": CLASSIFIERS,
     },
+    "early-short": {
+        "method": "ppd",
+        "exit_layer": 4,
+        "draft_vocab_size": 100,
+        "heads": ("early", {"exit_layers": (4,), "train_vocab_size": 150}),
+    },
+    "classifiers-short": {
+        "method": "ppd",
+        "exit_layer": 4,
+        "gamma": 0.02,
+        "draft_vocab_size": 60,
+        "heads": CLASSIFIERS,
+    },
     "last": {
         "method": "ppd",
         "exit_layer": 5,

@@ -34,7 +34,7 @@ def is_open(options: DraftingOptions, stages: int = 1) -> bool:
     An exit that was neither trained nor calibrated often costs more than it gains; a
     lookup costs nothing if it has no draft.
     """
-    early = {"model", *METHODS["ppd"].options} - {"heads"}
+    early = {"model", *METHODS["ppd"].options} - {"heads", "draft_vocab_size"}
     return (
         options.method == "ppd"
         and stages == 1
@@ -73,6 +73,11 @@ def resolve(
         if not options.verify:
             # Drafts are the output, which needs the whole vocabulary
             defaults["draft_vocab_size"] = None
+        serving = defaults.get("exit_layer")
+        if isinstance(serving, list):
+            # The best one comes first; only the policy chooses among several
+            chooses = options.adaptive and len(serving) > 1
+            defaults["exit_layer"] = sorted(serving) if chooses else serving[0]
     if stages > 1:
         # The stages' split d_bar is at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
@@ -80,6 +85,8 @@ def resolve(
             layer for layer in getattr(heads, "exit_layers", ()) if layer >= half
         ]
         defaults["exit_layer"] = min(exits, default=half)
+        # The first stage has a copy of the whole LM head
+        defaults["draft_vocab_size"] = None
         defaults["disable_by_batch_size"] = GROUP_CUT_OFF
 
     values = options.model_dump()

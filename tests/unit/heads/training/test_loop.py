@@ -129,9 +129,13 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
 @pytest.mark.parametrize(
     ("kind", "options", "figure"),
     [
-        ("early", {"head": "classifier", "loss": "ce"}, "exit 3/ce_nats"),
-        ("early", {"accumulation": 2, "position_share": 0.5}, "exit 3/kl_nats"),
-        ("early", {"precision": "bfloat16"}, "exit 3/kl_nats"),
+        (
+            "early",
+            {"head": "classifier", "learning_rate": 3e-3},
+            "exit 2/ce_nats",
+        ),
+        ("early", {"accumulation": 2, "position_share": 0.5}, "exit 2/kl_nats"),
+        ("early", {"precision": "bfloat16"}, "exit 2/kl_nats"),
         (
             "cp",
             {"factorised": False, "condition": "none", "distillation": 0.0},
@@ -304,7 +308,7 @@ def test_heads_that_could_not_be_written_are_refused_at_the_start(
         train("dynamo", recipe="full", states_cache="there")
 
 
-def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
+def test_ppds_recipe_is_the_default_of_its_head() -> None:
     """PPD, Table 4, unless the user says otherwise."""
     make = partial(
         KINDS["early"].options,
@@ -312,11 +316,8 @@ def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
         data=("d",),
         out="o",
     )
-    published = make(head="classifier", loss="ce")
-    assert published.learning_rate == 2e-5
+    published = make(head="classifier")
+    assert (published.optimizer, published.learning_rate) == ("adamw", 2e-5)
     assert (published.batch_size, published.epochs) == (128, 3.0)
-    assert (
-        make(head="classifier", loss="ce", learning_rate=1e-3).learning_rate
-        == 1e-3
-    )
-    assert make(head="classifier").learning_rate == make().learning_rate == 5e-3
+    assert make(head="classifier", learning_rate=1e-3).learning_rate == 1e-3
+    assert make().optimizer == "muon"
