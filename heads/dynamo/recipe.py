@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
+from vllm_ppd.heads.dynamo.config import MASK, DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.module import first_guess
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
@@ -85,6 +86,17 @@ class DynaMoRecipe(HeadsRecipe):
             new_layers(target, options.tokens, options.start)
         ).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
+        mask = {
+            name: torch.zeros(shape)
+            for name, shape in self.checked_config().shapes().items()
+            if name.startswith(MASK)
+        }
+        # One factor of each product is 0, so the mask begins as none.
+        if f"{MASK}before" in mask:
+            generator = torch.Generator().manual_seed(options.seed)
+            std = target.hidden_size**-0.5
+            mask[f"{MASK}before"].normal_(std=std, generator=generator)
+        self.mask = LearnedMask(mask).to(target.device) if mask else None
 
     reach_option = "--tokens"
 
@@ -104,10 +116,10 @@ class DynaMoRecipe(HeadsRecipe):
         )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        return [
-            {"params": list(self.heads.parameters()), "peak": learning_rate},
-            *self.base_groups(),
-        ]
+        params = list(self.heads.parameters())
+        if self.mask is not None:
+            params += self.mask.parameters()
+        return [{"params": params, "peak": learning_rate}, *self.base_groups()]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         target = self.target
@@ -126,7 +138,7 @@ class DynaMoRecipe(HeadsRecipe):
         # The final norm and the unembedding belong to the first token: later heads read
         # them without training them.
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
-        unembedding = target.unembedding.detach()
+        index_of, unembedding, bias = self.vocabulary
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
         drafted: list[Tensor] = []  # greedy drafts of each later head, by row
@@ -150,16 +162,18 @@ class DynaMoRecipe(HeadsRecipe):
                     0, 1
                 )
                 hidden = hidden[rows]
+                if self.mask is not None:
+                    before = target.embed(following[rows, :-1])
+                    hidden = hidden + self.mask(token, before)
                 # Token t + i is sampled from the state i - 1 rows later.
                 at = rows + token - 1
                 if states.top_ids is not None:
                     wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
+                wanted = index_of[wanted]
                 log_q = token_log_probs(
-                    hidden,
-                    wanted,
-                    unembedding,
-                    target.bias,
+                    hidden, wanted.clamp(min=0), unembedding, bias
                 )
+                log_q = log_q * (wanted >= 0)
                 loss = -log_q[:, 0]
                 counts[f"nll.{token}"] = loss.detach().sum()
                 if states.top_log_probs is not None:
@@ -172,7 +186,7 @@ class DynaMoRecipe(HeadsRecipe):
                         hidden,
                         1,
                         unembedding,
-                        target.bias,
+                        bias,
                     )
                     drafts = torch.full_like(
                         valid,
@@ -193,7 +207,7 @@ class DynaMoRecipe(HeadsRecipe):
             )
             greedy = self.greedy_tokens(states, starts + later)
             counts |= accepted_counts(
-                torch.stack(drafted, dim=1)[starts[:, 0]] == greedy
+                torch.stack(drafted, dim=1)[starts[:, 0]] == index_of[greedy]
             )
         return total, counts
 
@@ -210,6 +224,7 @@ class DynaMoRecipe(HeadsRecipe):
         options = self.options
         count = len(store.starts["train"])
         if options.mask_entries:
+            assert self.token_counts is not None
             documents = tqdm(
                 store.responses(),
                 "counting n-grams",
@@ -223,7 +238,7 @@ class DynaMoRecipe(HeadsRecipe):
                 vocab_size,
                 options.tokens,
                 options.mask_entries,
-                store.token_counts(vocab_size).numpy(),
+                self.token_counts.numpy(),
             )
         super().prepare_output(store, folder)
 
@@ -234,8 +249,8 @@ class DynaMoRecipe(HeadsRecipe):
         if self.cooccurrence is not None:
             for order, keys in self.cooccurrence.keys.items():
                 entries[order] = len(keys)
-            unigram = torch.from_numpy(self.cooccurrence.unigram)
-            draft_vocab_size = first_guess(unigram)
+            counts = torch.from_numpy(self.cooccurrence.unigram)
+            draft_vocab_size = options.train_vocab_size or first_guess(counts)
         layer = self.target.layers[-1].state_dict()
         return DynaMoConfig(
             **self.target.description(),
@@ -245,6 +260,7 @@ class DynaMoRecipe(HeadsRecipe):
             },
             cooccurrence_entries=entries,
             draft_vocab_size=draft_vocab_size,
+            mask_rank=options.mask_rank,
             num_speculative_tokens=min(
                 options.num_speculative_tokens, options.tokens - 1
             ),
@@ -253,6 +269,8 @@ class DynaMoRecipe(HeadsRecipe):
 
     def tensors(self) -> dict[str, Tensor]:
         tensors = self.heads.state_dict()
+        if self.mask is not None:
+            tensors |= self.mask.tensors()
         if self.cooccurrence is not None:
             tensors |= self.cooccurrence.tensors()
         return tensors
