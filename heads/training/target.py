@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
+from vllm_ppd.heads.training.packed_attention import PackedAttention
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
@@ -100,7 +101,7 @@ class Target:
         trust_remote_code: bool = False,
         trainable: bool = False,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
@@ -109,8 +110,16 @@ class Target:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 name, trust_remote_code=trust_remote_code
             )
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
+            self.num_layers = config.get_text_config().num_hidden_layers
+            self.adapt(config)
             self.model: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
             )
         self.name = name
         self.device = device
@@ -139,10 +148,14 @@ class Target:
                     "support yet"
                 )
         self.config = config
-        self.num_layers = len(self.layers)
+        # xformers' attention of packed windows, if a training uses it
+        self.packed: PackedAttention | None = None
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_length = getattr(config, "max_position_embeddings", None)
+
+    def adapt(self, config: Any) -> None:
+        """Change the model's configuration before it loads (nothing by default)."""
 
     @property
     def unembedding(self) -> Tensor:
@@ -198,27 +211,31 @@ class Target:
                 beside it.
             top_k: number of likeliest next tokens to return.
         """
-        caught: dict[int, Tensor] = {}
         before_stem = {self.num_layers - 1} if stem else set()
-        with (
-            ExitStack() as hooks,
-            torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
-        ):
-            for layer in before_stem.union(exits):
-                hook = _catch(caught, layer)
-                handle = self.layers[layer - 1].register_forward_hook(hook)
-                hooks.callback(handle.remove)
-            output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            layers = {
-                layer: hidden.flatten(0, 1) for layer, hidden in caught.items()
-            }
-            final = output.last_hidden_state.flatten(0, 1)
+        with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+            final, layers = self.compute(batch, before_stem.union(exits))
             states = self.states_of(batch, final, layers, stem)
         if top_k:
             states.top_ids, states.top_log_probs = top_log_probs(
                 states.final, top_k, self.unembedding, self.bias
             )
         return states
+
+    def compute(
+        self, batch: Batch, exits: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The final states, and those after some layers before the norm: [rows, hidden]
+        each.
+        """
+        caught: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for layer in exits:
+                hook = _catch(caught, layer)
+                handle = self.layers[layer - 1].register_forward_hook(hook)
+                hooks.callback(handle.remove)
+            output = self.base(input_ids=batch.input_ids, **self._places(batch))
+        layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
+        return output.last_hidden_state.flatten(0, 1), layers
 
     def states_of(
         self,
@@ -265,6 +282,8 @@ class Target:
         }
         # Transformers ignores positions in gpt-oss's masks, so documents would see each
         # other
+        if self.packed is not None:
+            self.packed.read(batch.position_ids)
         if self.has_sinks:
             places["attention_mask"] = packed_masks(
                 self.config, batch.position_ids, self.dtype
