@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Factory
-from overfitted import untrained
 from torch.nn import functional
 
+from vllm_ppd.heads.dynamo.config import DynaMoOptions
+from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
 from vllm_ppd.heads.training.packed_attention import (
     NAME,
     PackedAttention,
@@ -68,8 +69,9 @@ def test_the_mask_of_xformers_gives_the_same_loss_and_gradients(
 ) -> None:
     """Also of the heads' own layers, and where layers see a window of the document."""
     pytest.importorskip("xformers.ops", reason="xformers is optional")
-    recipe = untrained(tiny_model(family), "dynamo", mask_rank=0)
-    target = recipe.target
+    model = tiny_model(family)
+    target = Target(str(model), torch.device("cpu"), torch.float32)
+    options = DynaMoOptions(model=str(model), data=("-",), out="-")
     torch.manual_seed(0)
     ids = torch.randint(1, 200, (2, 90))
     positions = torch.cat([torch.arange(size) for size in (70, 20, 5, 85)])
@@ -80,6 +82,7 @@ def test_the_mask_of_xformers_gives_the_same_loss_and_gradients(
             packed.attend = by_mask
             target.packed = packed
             target.model.set_attn_implementation(NAME)
+        recipe = DynaMoRecipe(options, target)
         loss, _ = recipe.loss(batch)
         gradients = torch.autograd.grad(loss, list(recipe.parameters()))
         results.append((loss.detach(), *gradients))
