@@ -93,10 +93,8 @@ class DynaMoRecipe(HeadsRecipe):
         }
         # One factor of each product is 0, so the mask begins as none.
         if f"{MASK}before" in mask:
-            generator = torch.Generator().manual_seed(options.seed)
-            std = target.hidden_size**-0.5
-            mask[f"{MASK}before"].normal_(std=std, generator=generator)
-        self.mask = LearnedMask(mask).to(target.device) if mask else None
+            mask[f"{MASK}before"].normal_(std=target.hidden_size**-0.5)
+        self.mask = LearnedMask(mask).to(target.device)
 
     reach_option = "--tokens"
 
@@ -116,9 +114,7 @@ class DynaMoRecipe(HeadsRecipe):
         )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        params = list(self.heads.parameters())
-        if self.mask is not None:
-            params += self.mask.parameters()
+        params = [*self.heads.parameters(), *self.mask.parameters()]
         return [{"params": params, "peak": learning_rate}, *self.base_groups()]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
@@ -162,7 +158,7 @@ class DynaMoRecipe(HeadsRecipe):
                     0, 1
                 )
                 hidden = hidden[rows]
-                if self.mask is not None:
+                if options.mask_rank:
                     before = target.embed(following[rows, :-1])
                     hidden = hidden + self.mask(token, before)
                 # Token t + i is sampled from the state i - 1 rows later.
@@ -268,9 +264,7 @@ class DynaMoRecipe(HeadsRecipe):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = self.heads.state_dict()
-        if self.mask is not None:
-            tensors |= self.mask.tensors()
+        tensors = self.heads.state_dict() | self.mask.tensors()
         if self.cooccurrence is not None:
             tensors |= self.cooccurrence.tensors()
         return tensors

@@ -146,9 +146,9 @@ class StatesCache:
                 for window in range(self.store.num_windows(split))
                 if not self._path(split, window).exists()
             ]
-            for some in torch.tensor(lacking).split(FILLED_AT_ONCE):
-                if len(some):
-                    self.states(self.store.batch(split, some.tolist()))
+            for start in range(0, len(lacking), FILLED_AT_ONCE):
+                some = lacking[start : start + FILLED_AT_ONCE]
+                self.states(self.store.batch(split, some))
 
     def _path(self, split: str, window: int) -> Path:
         return self.folder / f"{split}-{window}.safetensors"
