@@ -48,8 +48,8 @@ class EarlyRecipe(HeadsRecipe):
         """
         if not fresh or self.heads.form == "classifier":
             return
-        exits = self.heads.exit_layers
-        fits = {layer: Ridge(self.target.hidden_size) for layer in exits}
+        size = self.target.hidden_size
+        fits = {layer: Ridge(size) for layer in self.heads.exit_layers}
         for batch in batches:
             states = self.states(batch)
             rows = batch.ahead(1)[1]

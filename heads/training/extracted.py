@@ -40,8 +40,9 @@ class ExtractedTarget(Target):
     ) -> tuple[Tensor, dict[int, Tensor]]:
         layers = sorted(exits)
         if self.engine is None:
-            make = resolve_name(ENGINE)
-            self.engine = make(self.options, [*layers, self.num_layers])
+            self.engine = resolve_name(ENGINE)(
+                self.options, [*layers, self.num_layers]
+            )
         # Positions begin at 0 in every window and document.
         begins = (batch.position_ids.flatten() == 0).nonzero().squeeze(1)
         documents = batch.input_ids.flatten().tensor_split(begins[1:].cpu())

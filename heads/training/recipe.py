@@ -212,7 +212,6 @@ class HeadsRecipe(Recipe):
             batches: the windows.
             fresh: false if a checkpoint is to replace the weights.
         """
-        return None
 
     def _windows(self, store: TokenStore) -> Iterator[Batch]:
         """Windows from all over the data, with TOKENS tokens together."""
