@@ -250,7 +250,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
-CLASSIFIERS = ("early", {"head": "classifier"})
+CLASSIFIERS = ("early", {"head": "classifier", "exit_layers": (4,)})
 HAND_MADE = ("hand-made", {"exit_layers": (4,), "noise": 0.05})
 # CP heads of experts without a condition, of a state that reads the drafts, and whole
 # classifiers.

@@ -44,7 +44,7 @@ def assert_learnt(
 
 
 FIGURES = {
-    "early": "exit 3/kl_nats",
+    "early": "exit 2/kl_nats",
     "cp": "distilled_nats",
     "dynamo": "head 2 distilled_nats",
     "recurrent": "distilled_nats",
