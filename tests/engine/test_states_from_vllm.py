@@ -21,6 +21,7 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.folder import check_folder
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.extracted import ExtractedTarget
+from vllm_ppd.vllm_plugins.engine import generation
 from vllm_ppd.vllm_plugins.engine.generation import StatesEngine
 
 pytestmark = pytest.mark.engine
@@ -39,13 +40,27 @@ def write_at_once(self: Any, pending: Any) -> None:
     self._req_copy_events[pending.req_id] = SimpleNamespace(query=lambda: True)
 
 
+class Stepping(generation.LLM):
+    """Steps until the connector has written: an engine in this process has no loop of
+    its own.
+    """
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().generate(*args, **kwargs)
+        core: Any = self.llm_engine.engine_core
+        while core.engine_core.scheduler.has_requests():
+            core.engine_core.step()
+        return outputs
+
+
 def test_states_are_those_of_transformers(
     tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not torch.cuda.is_available():
         monkeypatch.setattr(Connector, "_submit_async_write", write_at_once)
+    monkeypatch.setattr(generation, "LLM", Stepping)
     engines: list[Any] = []
-    monkeypatch.setattr(StatesEngine, "close", engines.append)
+    monkeypatch.setattr(StatesEngine, "close", lambda self: engines.append(self))
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(30, 3))
     given: dict[str, Any] = {
         "model": str(tiny_model()),
