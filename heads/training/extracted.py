@@ -48,7 +48,7 @@ class ExtractedTarget(Target):
         documents = batch.input_ids.flatten().tensor_split(begins[1:].cpu())
         states = self.engine.states([ids.tolist() for ids in documents])
         read = torch.cat(states).to(self.device, self.dtype)
-        *others, last = read.unbind(dim=1)
+        *others, last = read.unbind(1)
         return self.norm(last), dict(zip(layers, others, strict=True))
 
     def close(self) -> None:

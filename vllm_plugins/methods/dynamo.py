@@ -51,7 +51,6 @@ class DynaMoDrafter(Drafter):
             self.context_tokens = PENALISED
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
         self.target = target
-        self.has_mask = heads.mask_rank > 0
         mask = LearnedMask(tensors).requires_grad_(False)
         self.mask = mask.to(target.device, target.dtype)
         self.tables = self.read_tables()
@@ -79,7 +78,7 @@ class DynaMoDrafter(Drafter):
         """
         vocabulary = self.vocabulary
         states = self.states[:, step.places]
-        if self.has_mask:
+        if self.mask.weights:
             newest = self.target.embed(step.newest_ids)[:, None]
             read = [
                 state + self.mask(token, newest)
