@@ -272,7 +272,12 @@ UNVERIFIED = {"verify": False}
         ),
         (
             "cp",
-            {"model": None, "exit_layer": 3, "draft_vocab_size": 64},
+            {
+                "method": "ppd",
+                "model": None,
+                "exit_layer": 3,
+                "draft_vocab_size": 64,
+            },
             "needs heads, whose token counts choose the tokens",
         ),
         (
