@@ -167,10 +167,8 @@ class EarlyConfig(CountedHeads):
         """
         transform = parts.timing.transform_in_layers
         matrices = transform if self.head == "transform" else 0.0
-        by_size: dict[int | None, ByLayer] = {
-            None: sampled(parts.matches.acceptance)[TRAINED],
-            **parts.matches.vocabulary,
-        }
+        whole = sampled(parts.matches.acceptance)[TRAINED]
+        by_size = {None: whole} | parts.matches.vocabulary
         for size, by_layer in by_size.items():
             share = 1.0 if size is None else size / self.target.vocab_size
             measured = sorted(by_layer)
