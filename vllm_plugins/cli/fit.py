@@ -182,7 +182,7 @@ class Fit:
             parts.append(("answers", {"prompts": prompts * SAMPLED}, end))
         if not given:
             parts.append(("others", {}, 1.0))
-        files = []
+        files: list[Path] = []
         for name, changes, end in parts:
             out = self.folder / f"{name}.jsonl"
             some = shared.model_copy(update={**changes, "out": str(out)})

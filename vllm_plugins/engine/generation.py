@@ -69,15 +69,16 @@ class StatesEngine(OfflineEngine):
     """
 
     def __init__(self, options: TrainingOptions, layers: Sequence[int]) -> None:
-        config = {"eagle_aux_hidden_state_layer_ids": [*layers]}
         folder = {"shared_storage_path": f"{options.states_cache}/extracted"}
-        data = DataOptions(
-            model=options.model,
-            out="",
-            max_length=options.sequence_length + 2,
-            precision=options.precision,
-            tensor_parallel_size=options.tensor_parallel_size,
-            trust_remote_code=options.trust_remote_code,
+        data = DataOptions.model_validate(
+            {
+                "model": options.model,
+                "out": "",
+                "max_length": options.sequence_length + 2,
+                "precision": options.precision,
+                "tensor_parallel_size": options.tensor_parallel_size,
+                "trust_remote_code": options.trust_remote_code,
+            }
         )
         super().__init__(
             data,
@@ -85,7 +86,9 @@ class StatesEngine(OfflineEngine):
             speculative_config={
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": config},
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}
+                },
             },
             kv_transfer_config={
                 "kv_connector": "ExampleHiddenStatesConnector",

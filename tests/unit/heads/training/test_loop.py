@@ -126,7 +126,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
         steps=40,
         batch_size=1,
         evaluation_tokens=64,
-        learning_rate=1e-6,
+        head="classifier",
     )
     losses = curve(folder, "loss")
     assert 0 < len(losses) < 40 and min(losses) > 0
