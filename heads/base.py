@@ -238,3 +238,24 @@ class HeadsConfig(BaseModel, ABC):
             "vllm_ppd_version": metadata.version("vllm-ppd"),
             **fields,
         }
+
+
+class CountedHeads(HeadsConfig):
+    """Heads that draft from a part of the vocabulary if they have token counts."""
+
+    counts = ("token_counts",)
+
+    token_counts: bool = Field(
+        False,
+        description="the heads have token counts of a text, for a draft vocabulary",
+    )
+
+    @property
+    def counts_tensor(self) -> str | None:
+        return "token_counts" if self.token_counts else None
+
+    def counts_shape(self) -> Shapes:
+        """The shape of the counts by their name; empty if there are none."""
+        if not self.token_counts:
+            return {}
+        return {"token_counts": [self.target.vocab_size]}

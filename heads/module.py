@@ -33,9 +33,6 @@ MIN_SHARE = 0.9
 class NamedWeights(nn.Module):
     """A module whose parameters are the tensors of a heads folder; counts are left out."""
 
-    # [tokens], the part of the vocabulary that is trained; None: all of it. Not a
-    # buffer: each run computes it from the data when it starts.
-    token_ids: Tensor | None = None
     # Cap of the target's logits, for heads that read the target's LM head
     cap: float | None = None
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import Self
 
 from vllm_ppd.heads.planning import Share
 from vllm_ppd.heads.text import COMMAS
@@ -37,6 +44,9 @@ PromptTokens = Annotated[
         description="number of leading tokens of a plain text that form its prompt",
     ),
 ]
+TensorParallel = Annotated[
+    int, Field(ge=1, description="GPUs among which vLLM divides the model")
+]
 
 
 class Options(BaseModel):
@@ -58,7 +68,9 @@ class Options(BaseModel):
 class FitOptions(Options):
     """Write data, then train and calibrate heads, within a time limit."""
 
-    free = frozenset({"out", "trust_remote_code", "license"})
+    free = frozenset(
+        {"out", "trust_remote_code", "license", "tensor_parallel_size"}
+    )
 
     model: str = Field(
         description=(
@@ -84,6 +96,7 @@ class FitOptions(Options):
         "prompts, and prompts that the model writes)",
     )
     seed: int = Field(0, description="seed of the texts and of the training")
+    tensor_parallel_size: TensorParallel = 1
     trust_remote_code: TrustRemoteCode = False
     license: License = "other"
 
@@ -98,6 +111,7 @@ class DataOptions(Options):
             "batch_size",
             "dtype",
             "kv_cache_gib",
+            "tensor_parallel_size",
             "trust_remote_code",
         }
     )
@@ -162,6 +176,7 @@ class DataOptions(Options):
     seed: int = Field(
         0, description="seed, from which each chat derives its own seed"
     )
+    tensor_parallel_size: TensorParallel = 1
     trust_remote_code: TrustRemoteCode = False
 
 
@@ -177,6 +192,7 @@ class TrainingOptions(Options):
             "evaluation_tokens",
             "license",
             "states_cache_gib",
+            "tensor_parallel_size",
             "learning_rate",
             "base_learning_rate",
             "stem_learning_rate",
@@ -305,6 +321,13 @@ class TrainingOptions(Options):
     states_cache_gib: float = Field(
         20.0, gt=0, description="maximum size of --states-cache in GiB"
     )
+    states_from: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="what computes these states: transformers beside the heads, or vLLM "
+        "before the training, whose processes then hold only the target's embeddings, "
+        "final norm and LM head",
+    )
+    tensor_parallel_size: TensorParallel = 1
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     num_speculative_tokens: int = Field(
         3,
@@ -334,7 +357,23 @@ class TrainingOptions(Options):
         return {"kind": self.kind, **options}
 
 
-class FullOptions(TrainingOptions):
+class HeadsOptions(TrainingOptions):
+    """Options of heads that may be trained over a part of the vocabulary."""
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon",
+        description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
+        "alone (the papers' optimizer, where they name one)",
+    )
+    train_vocab_size: int | None = Field(
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the answers only, and "
+        "draft from them (0: all tokens)",
+    )
+
+
+class FullOptions(HeadsOptions):
     """Options of heads that also learn the target's distribution, and may train the target."""
 
     recipe: Literal["heads", "full"] = Field(
@@ -357,6 +396,14 @@ class FullOptions(TrainingOptions):
     distillation_top_k: int = Field(
         16, ge=1, le=256, description="number of likeliest tokens to distill"
     )
+
+    @model_validator(mode="after")
+    def _whole_lm_head(self) -> Self:
+        if self.recipe == "full" and self.train_vocab_size:
+            raise ValueError(
+                "the full recipe trains the whole LM head; omit --train-vocab-size"
+            )
+        return self
 
 
 class CalibrationOptions(Options):

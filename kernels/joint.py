@@ -63,6 +63,9 @@ class Top(NamedTuple):
     ids: Tensor  # [heads, rows, k] int64
     # [rows] int64, precedes the heads' tokens with probability 1
     first_token: Tensor | None = None
+    # [heads - 1, rows, k, k] float32, log of the factor by which a candidate's
+    # probability changes after a candidate of the head before; None: all are 0
+    pairs: Tensor | None = None
 
     @property
     def token_ids(self) -> list[Tensor]:
@@ -124,7 +127,7 @@ def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[Tensor]]:
     """Build each order's joint: the product of heads' probabilities in their top-k (eq.
-    2), times mask^alpha_c (eq. 6).
+    2) and of their pairs, times mask^alpha_c (eq. 6).
 
     The mask is a ratio of probabilities and may exceed 1. Without division by its sum,
     the joint might, too, and eps_b would mean nothing.
@@ -146,6 +149,13 @@ def find_peaks(
     for order, head in enumerate([*first, *top.scores], start=1):
         probs = torch.softmax(head, dim=-1)
         product = product.unsqueeze(-1) * _on_axis(probs, order - 1, order)
+        place = order - 1 - len(first)  # of the head
+        if top.pairs is not None and place > 0:
+            ratios = top.pairs[place - 1].exp()
+            between = [1] * (order - 2)
+            product = product * ratios.view(
+                len(ratios), *between, *ratios.shape[1:]
+            )
         joint = product
         if ngrams is not None and order > 1:
             joint = product * mask(top.token_ids[:order], ngrams) ** alpha_c

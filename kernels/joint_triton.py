@@ -113,7 +113,11 @@ def _find_peaks(
             product *= _divided(tl.exp(tl.load(head + rest % K) - peak), total)
             wanted += _digits(ngrams, tl.load(top.ids + line + rest % K)) * weight
             weight *= 1 if ngrams is None else ngrams.base
+            place = rest % K
             rest = rest // K
+            if top.pairs is not None and axis > 0:
+                pair = ((axis - 1) * rows + row) * K + rest % K
+                product *= tl.exp(tl.load(top.pairs + pair * K + place))
     if ngrams is not None:  # noqa: SIM102 (only the first is known at compile time)
         if order > 1:
             if GIVEN:

@@ -36,6 +36,13 @@ def _chunks(rows: int, unembedding: Tensor) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices; on a GPU, of two in 16 bits in float32."""
+    if left.is_cuda and left.dtype.itemsize == 2:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left @ right
+
+
 def capped(logits: Tensor, cap: float | None) -> Tensor:
     """cap tanh(logits / cap), as Gemma 2 caps its logits; the logits if there is no cap."""
     return logits if cap is None else (logits / cap).tanh() * cap
@@ -53,8 +60,9 @@ def _logits(
     cap: float | None = None,
 ) -> Tensor:
     """E h + bias, capped, at least float32: [rows, vocabulary]."""
-    logits = functional.linear(states.to(unembedding.dtype), unembedding, bias)
-    return capped(at_least_float32(logits), cap)
+    logits = _product(states.to(unembedding.dtype), unembedding.T)
+    logits = at_least_float32(logits)
+    return capped(logits if bias is None else logits + bias, cap)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -73,39 +81,50 @@ class _TokenLogProbs(torch.autograd.Function):
             dtype=torch.promote_types(dtype, torch.float32),
             device=states.device,
         )
-        # E^T softmax(E h): the term that the gradients of a row's tokens share.
-        expected = None
-        slopes = torch.ones_like(result)
+        # E^T softmax(E h): the term that the gradients of a row's tokens share, without
+        # these tokens. The backward pass subtracts their own probabilities from their
+        # weights, since near the optimum bfloat16 rounds two sums by more than they
+        # differ.
+        others = None
+        slopes = None  # of the tokens' logits, if those are capped
+        if cap is not None:
+            slopes = torch.empty_like(result)
         if ctx.needs_input_grad[0]:
-            expected = torch.empty_like(states, dtype=dtype)
+            others = torch.empty_like(states, dtype=result.dtype)
         for part in _chunks(len(states), unembedding):
             logits = _logits(states[part], unembedding, bias, cap)
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             result[part] = logits.gather(1, tokens[part]) - total
-            if cap is not None:
+            if slopes is not None:
                 slope = _slopes(logits, cap)
                 slopes[part] = slope.gather(1, tokens[part])
-            if expected is not None:
+            if others is not None:
                 probs = logits.sub_(total).exp_()
-                if cap is not None:
+                if slopes is not None:
                     probs.mul_(slope)
-                torch.mm(probs.to(dtype), unembedding, out=expected[part])
-        ctx.save_for_backward(tokens, unembedding, expected, slopes)
+                probs.scatter_(1, tokens[part], 0.0)
+                others[part] = _product(probs.to(dtype), unembedding)
+        ctx.save_for_backward(tokens, unembedding, others, result, slopes)
         ctx.dtype = states.dtype
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tokens, unembedding, expected, slopes = ctx.saved_tensors
-        weights = grads[0].to(unembedding.dtype)
+        tokens, unembedding, others, log_probs, slopes = ctx.saved_tensors
+        sums = grads[0].sum(1, keepdim=True)
+        # A token that a row has twice counts once.
+        same = tokens[:, :, None] == tokens[:, None]
+        own = log_probs.exp().masked_fill(same.tril(-1).any(-1), 0.0)
+        weights = grads[0] - sums * own
+        if slopes is not None:
+            weights = weights * slopes
         gradient = functional.embedding_bag(
             tokens,
             unembedding,
-            per_sample_weights=weights * slopes.to(weights),
+            per_sample_weights=weights.to(unembedding.dtype),
             mode="sum",
         )
-        gradient = gradient - weights.sum(1, keepdim=True) * expected
-        return gradient.to(ctx.dtype), None, None, None, None
+        return (gradient - sums * others).to(ctx.dtype), None, None, None, None
 
 
 def token_log_probs(
@@ -163,19 +182,18 @@ class _KLToTeacher(torch.autograd.Function):
         exits, rows = students.shape[:2]
         device = students.device
         divergence = torch.empty(exits, rows, dtype=torch.float32, device=device)
-        match = torch.zeros(exits, rows, dtype=torch.bool, device=device)
+        best = torch.zeros(exits, rows, dtype=torch.int64, device=device)
         gradient = torch.empty_like(students, dtype=unembedding.dtype)
         for part in _chunks(rows, unembedding):
             logits = _logits(teacher[part], unembedding, bias, cap)
             log_p = logits.log_softmax(-1)
             p = log_p.exp()
-            best = log_p.argmax(-1)
             negative_entropy = (p * log_p).sum(-1)
             for index in range(exits):
                 logits = _logits(students[index, part], unembedding, bias, cap)
                 total = torch.logsumexp(logits, dim=-1)
                 if compare:
-                    match[index, part] = logits.argmax(-1) == best
+                    best[index, part] = logits.argmax(-1)
                 cross_entropy = total - torch.linalg.vecdot(p, logits)
                 divergence[index, part] = negative_entropy + cross_entropy
                 if ctx.needs_input_grad[0]:
@@ -189,8 +207,8 @@ class _KLToTeacher(torch.autograd.Function):
                     )
         ctx.save_for_backward(gradient)
         ctx.dtype = students.dtype
-        ctx.mark_non_differentiable(match)
-        return divergence, match
+        ctx.mark_non_differentiable(best)
+        return divergence, best
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -217,8 +235,8 @@ def kl_to_teacher(
     share the teacher's logits.
 
     Returns:
-        (KL in nats [exits, rows] float32, differentiable in the students; whether the
-        arg-max agrees [exits, rows], False without compare, which costs a pass over the
+        (KL in nats [exits, rows] float32, differentiable in the students; the students'
+        likeliest tokens [exits, rows], 0 without compare, which costs a pass over the
         logits).
     """
     return _KLToTeacher.apply(students, teacher, unembedding, bias, compare, cap)

@@ -250,7 +250,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
-CLASSIFIERS = ("early", {"head": "classifier"})
+CLASSIFIERS = ("early", {"head": "classifier", "exit_layers": (4,)})
 HAND_MADE = ("hand-made", {"exit_layers": (4,), "noise": 0.05})
 # CP heads of experts without a condition, of a state that reads the drafts, and whole
 # classifiers.
@@ -274,6 +274,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "method": "early",
         "exit_layer": 4,
         "gamma": 0.02,
+        "heads": CLASSIFIERS,
+    },
+    "early-short": {
+        "method": "early",
+        "exit_layer": 4,
+        "draft_vocab_size": 100,
+        "heads": ("early", {"exit_layers": (4,), "train_vocab_size": 150}),
+    },
+    "classifiers-short": {
+        "method": "early",
+        "exit_layer": 4,
+        "gamma": 0.02,
+        "draft_vocab_size": 60,
         "heads": CLASSIFIERS,
     },
     "last": {

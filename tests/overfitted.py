@@ -12,6 +12,7 @@ import torch
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.heads.kinds import KINDS, recipe_of
+from vllm_ppd.heads.module import most_frequent
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -58,12 +59,12 @@ def fit(
         # A random model's own distribution is nearly flat
         options = {"distillation": 0.0, **options}
     recipe = untrained(model, kind, out=str(out), save_dtype="float32", **options)
-    if kind in ("cp", "recurrent"):
-        recipe.start_from(iter([packed(sequences)]))
-        flat = packed(sequences).input_ids.flatten()
-        recipe.token_counts = torch.bincount(
-            flat, minlength=recipe.target.vocab_size
-        ).int()
+    flat = packed(sequences).input_ids.flatten()
+    vocab_size = recipe.target.vocab_size
+    recipe.token_counts = torch.bincount(flat, minlength=vocab_size).int()
+    if short := recipe.options.train_vocab_size:
+        recipe.use_vocabulary(most_frequent(recipe.token_counts, short))
+    recipe.start_from(iter([packed(sequences)]))
     groups = [
         {"params": group["params"], "lr": group["peak"]}
         for group in recipe.groups(3e-3)

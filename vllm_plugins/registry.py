@@ -49,7 +49,7 @@ EARLY = MethodSpec(
     heads="early",
     cuts=True,
     writes_ahead=True,
-    options=("exit_layer", "gamma"),
+    options=("exit_layer", "gamma", "draft_vocab_size"),
 )
 METHODS: dict[str, MethodSpec] = {
     "early": EARLY,

@@ -12,11 +12,12 @@ CORPUS := $(OUT)/corpus/validation.jsonl
 TRAIN  := $(OUT)/corpus/train.jsonl
 
 # The papers' recipes, over the defaults of `ppd train`: heads, losses, sizes, and base models that learn, too.
-RECIPE_transform-kl  := early
-RECIPE_classifier-ce := early --head classifier --loss ce
-RECIPE_t2            := dynamo --num-speculative-tokens 1 --distillation 0
-RECIPE_t3            := dynamo --num-speculative-tokens 2 --distillation 0
-RECIPE_t4            := dynamo --num-speculative-tokens 3 --distillation 0
+RECIPE_transform-kl  := early --optimizer adamw --learning-rate 5e-3
+RECIPE_classifier-ce := early --head classifier
+DYNAMO               := dynamo --mask-rank 0 --optimizer adamw --distillation 0
+RECIPE_t2            := $(DYNAMO) --num-speculative-tokens 1
+RECIPE_t3            := $(DYNAMO) --num-speculative-tokens 2
+RECIPE_t4            := $(DYNAMO) --num-speculative-tokens 3
 RECIPE_t3-distilled  := $(RECIPE_t3) --distillation 1
 RECIPE_t3-random     := $(RECIPE_t3) --start random
 # DynaMo, A.1: three rates; and the base model as plain training moves it, as Pythia+ of Table 10: its heads follow it.

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, Shapes
+from vllm_ppd.heads.base import MOST_DRAFTS, CountedHeads, Shapes
 from vllm_ppd.heads.options import FullOptions
 from vllm_ppd.heads.planning import ByDrafts, PartsByVocabulary, Setting
 from vllm_ppd.heads.text import Integers
@@ -92,15 +92,8 @@ class Experts(BaseModel):
 
 
 class ChainOptions(FullOptions):
-    """Options of heads that are distilled at each position and may draft from a part of
-    the vocabulary: CP and recurrent heads.
-    """
+    """Options of heads that are distilled at each position: CP and recurrent heads."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
-        "muon",
-        description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
-        "alone (the papers name no optimizer)",
-    )
     decay: float = Field(
         0.8,
         gt=0,
@@ -160,10 +153,6 @@ class CPOptions(ChainOptions, Experts):
                 "full classifiers are trained over the whole vocabulary; omit "
                 "--train-vocab-size"
             )
-        if self.recipe == "full" and self.train_vocab_size:
-            raise ValueError(
-                "the full recipe trains the whole LM head; omit --train-vocab-size"
-            )
         if self.base_start == "random" and (self.recipe, self.start) != (
             "full",
             "identity",
@@ -175,22 +164,10 @@ class CPOptions(ChainOptions, Experts):
         return self
 
 
-class ChainConfig(HeadsConfig):
-    """Heads that draft token by token, from a part of the vocabulary if they have token
-    counts: CP and recurrent heads.
-    """
+class ChainConfig(CountedHeads):
+    """Heads that draft token by token: CP and recurrent heads."""
 
     parts = CPParts
-    counts = ("token_counts",)
-
-    token_counts: bool = Field(
-        False,
-        description="the heads have token counts of a text, for a draft vocabulary",
-    )
-
-    @property
-    def counts_tensor(self) -> str | None:
-        return "token_counts" if self.token_counts else None
 
     @abstractmethod
     def work(self, drafts: int) -> tuple[float, float]:
@@ -288,9 +265,7 @@ class CPConfig(ChainConfig, Experts):
             rows = size if self.factorised else self.target.vocab_size
             name = "transforms" if self.factorised else "classifiers"
             shapes[f"cp.{name}"] = [self.factors, rank, rows, size]
-        if self.token_counts:
-            shapes["token_counts"] = [self.target.vocab_size]
-        return shapes
+        return shapes | self.counts_shape()
 
     def work(self, drafts: int) -> tuple[float, float]:
         """A recurrent state reads its matrices and the LM head for each draft, as each

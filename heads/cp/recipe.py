@@ -10,30 +10,22 @@ target's own distribution there, or both.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.cp.config import CPConfig, Experts
 from vllm_ppd.heads.cp.module import CPHead, initial_tensors, mixtures, normed
-from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.module import columns, first_guess, most_frequent
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
+from vllm_ppd.heads.training.ridge import Ridge
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
-from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
-
-PENALTY = (
-    1e-3  # of the ridge regression, relative to the mean square of its inputs
-)
-TOKENS = 1 << 16  # most tokens that the regression reads
 
 # States [rows, positions, d], of which the first is read and the others are predicted,
 # and embeddings [rows, positions - 1, d] of the tokens sampled from all states but the
@@ -54,13 +46,6 @@ class CPRecipe(HeadsRecipe):
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        size = options.train_vocab_size
-        if size is not None and size > target.vocab_size:
-            raise TrainingError(
-                f"--train-vocab-size {size} is more than the model's "
-                f"{target.vocab_size} tokens"
-            )
-        self.token_counts: Tensor | None = None
         self.state_size = 1.0  # root mean square of the target's states
         self.embedding_rate = 1.0
         self.head = self.make_head().to(target.device)
@@ -89,53 +74,10 @@ class CPRecipe(HeadsRecipe):
             top_k=options.distillation_top_k if options.distillation else 0,
         )
 
-    def begin(self, store: TokenStore, fresh: bool) -> None:
-        """Choose the draft vocabulary, compare the scales of states and embeddings, and
-        solve the first transforms.
-        """
-        self.token_counts = store.token_counts(self.target.vocab_size)
-        size = self.trained_size
-        if size:
-            self.use_vocabulary(most_frequent(self.token_counts, size))
-        self.start_from(self._windows(store), fresh)
-
-    @property
-    def trained_size(self) -> int | None:
-        """How many tokens are trained, by default those that cover the answers; 0 or
-        None: all.
-        """
-        options = self.options
-        size: int | None = options.train_vocab_size
-        is_whole = self.full or not getattr(options, "factorised", True)
-        if size is not None or is_whole or self.token_counts is None:
-            return size
-        return first_guess(self.token_counts)
-
-    def use_vocabulary(self, token_ids: Tensor) -> None:
-        """Train over these tokens [tokens] alone."""
-        self.head.token_ids = token_ids.to(self.target.device)
-
-    @property
-    def vocabulary(
-        self,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What is trained: the index of each token [vocabulary], -1 if it is not one of
-        them; their rows of the LM head [tokens, d]; its bias.
-        """
-        target = self.target
-        ids = self.head.token_ids
-        unembedding = target.unembedding.detach()
-        bias = target.bias
-        if ids is None:
-            every = torch.arange(target.vocab_size, device=target.device)
-            return every, unembedding, bias
-        bias = None if bias is None else bias[ids]
-        return columns(ids, target.vocab_size), unembedding[ids], bias
-
     @torch.no_grad()
     def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
-        """Solve the first transforms on some windows, of which learning rates alone
-        need the first with responses.
+        """Compare the scales of states and embeddings, and solve the first transforms,
+        on some windows. Learning rates alone need the first with responses.
         """
         rows = self._regressed(batches)
         first = next(rows, None)
@@ -163,19 +105,17 @@ class CPRecipe(HeadsRecipe):
         transforms = head.weight("transforms")
         if transforms is None and not head.lead:
             return
-
-        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for states, embedded in rows:
-                states = states.float()
-                now = states[:, 0]
-                if transforms is not None:
-                    yield now, states.flatten(1)
-                else:
-                    token = embedded[:, 0].float()
-                    read = torch.cat([normed(now), normed(token)], dim=1)
-                    yield read, states[:, 1] - now
-
-        solution, _ = ridge(pairs(), size)
+        fit = Ridge(size)
+        for states, embedded in rows:
+            states = states.float()
+            now = states[:, 0]
+            if transforms is not None:
+                fit.add(now, states.flatten(1))
+            else:
+                token = embedded[:, 0].float()
+                read = torch.cat([normed(now), normed(token)], dim=1)
+                fit.add(read, states[:, 1] - now)
+        solution, _ = fit.solve()
         if transforms is not None:
             solved = solution.mT.unflatten(0, (-1, 1, size))
             transforms += (solved - torch.eye(size)).to(transforms)
@@ -184,21 +124,6 @@ class CPRecipe(HeadsRecipe):
             weights = head.tensors()
             weights["cp.recurrence.inner"][:size] = inner
             weights["cp.recurrence.token"][:size] = token
-
-    def _windows(self, store: TokenStore) -> Iterator[Batch]:
-        """Windows from all over the data, with TOKENS tokens together."""
-        count = store.num_windows()
-        number = min(count, math.ceil(TOKENS / store.length))
-        for i in tqdm(
-            range(number),
-            desc="reading states for the start",
-            unit=" windows",
-            mininterval=1,
-            delay=1,
-        ):
-            yield store.batch("train", [i * count // number]).to(
-                self.target.device
-            )
 
     def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:
         # A recurrent state predicts the next one alone.
@@ -379,18 +304,11 @@ class CPRecipe(HeadsRecipe):
         for name in ("next_token", "distilled"):
             if name in counts:
                 figures[f"{name}_nats"] = mean(name)
-        if head.token_ids is not None:
+        if self.token_ids is not None:
             figures["tokens_in_vocabulary"] = round(
                 counts["known"] / sum(learnt), 4
             )
         return figures
-
-    def drafted_tokens(self) -> dict[str, Any]:
-        """The fields of a configuration about the draft vocabulary."""
-        if self.token_counts is None:  # the data has not been read
-            return {}
-        size = self.trained_size or first_guess(self.token_counts)
-        return {"token_counts": True, "draft_vocab_size": size}
 
     def config(self) -> HeadsConfig:
         options = self.options
@@ -403,40 +321,11 @@ class CPRecipe(HeadsRecipe):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = self.head.tensors()
-        if self.token_counts is not None:
-            tensors["token_counts"] = self.token_counts
-        return tensors
+        return self.head.tensors() | self.counts()
 
 
 def root_mean_square(values: Tensor) -> float:
     return float(values.float().square().mean().sqrt())
-
-
-def ridge(
-    pairs: Iterable[tuple[Tensor, Tensor]], size: int
-) -> tuple[Tensor, float]:
-    """A ridge regression in which each block of inputs is penalized by its own scale.
-
-    Args:
-        pairs: inputs [rows, in] and what they are to predict [rows, out].
-        size: of a block of inputs.
-
-    Returns:
-        (coefficients [in, out], float64 on the CPU; the root mean square of the
-        predictions).
-    """
-    gram = product = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for x, y in pairs:
-        gram = gram + (x.T @ x).double().cpu()
-        product = product + (x.T @ y).double().cpu()
-        count += len(x)
-    squares = gram.diagonal().view(-1, size).mean(dim=1)
-    penalty = PENALTY * squares.clamp(min=1e-12).repeat_interleave(size)
-    solution = torch.linalg.solve(gram + penalty.diag(), product)
-    total = float((solution * (gram @ solution)).sum())
-    return solution, (total / count / product.shape[1]) ** 0.5
 
 
 RECIPE = CPRecipe

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_ppd.heads.calibration.acceptance import (
     Drafted,
@@ -20,6 +21,7 @@ from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
+from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
@@ -56,7 +58,16 @@ def drafted(
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
     ngrams = None if counts is None else counts.ngrams.to(target.device)
-    ids = slice(None) if token_ids is None else token_ids
+    ids = torch.arange(target.vocab_size, device=target.device)
+    if token_ids is not None:
+        ids = token_ids
+    mask = LearnedMask(calibration.tensors).to(target.device, target.dtype)
+    heat = torch.tensor(temperature or 1.0, device=target.device)
+    tables = mask.tables(
+        ids,
+        target.embed,
+        lambda states: functional.linear(states, target.unembedding[ids]),
+    )
     steps = texts.generated.shape[1]
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // settings.k**drafts)
@@ -82,17 +93,22 @@ def drafted(
         targets = torch.cat(log_p).view_as(generated)
         targets = ahead(targets, range(1, drafts + 1)).flatten(0, 1)
         for rows in torch.arange(len(tokens)).split(size):
-            factors = [
-                logits_at(target, s[rows], temperature)[:, ids].log_softmax(-1)
-                for s in states
-            ]
             first = tokens[rows, 0]
+            newest = target.embed(first)[:, None]
+            factors = []
+            for token, hidden in enumerate(states, start=2):
+                state = hidden[rows]
+                if calibration.config.mask_rank:
+                    state = state + mask(token, newest)
+                factors.append(logits_at(target, state, 0.0)[:, ids])
             joint = candidates(
                 factors,
                 settings,
                 ngrams,
                 first,
                 token_ids,
+                tables=tables,
+                heat=heat,
             )
             for key in keys:
                 eps, most = key

@@ -29,6 +29,7 @@ from vllm_ppd.heads.planning import (
 if TYPE_CHECKING:
     import numpy as np
 
+MASK = "mask."  # begins the names of the learned mask's tensors
 # PyTorch's names of modules and parameters
 LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"
 
@@ -134,6 +135,26 @@ class DynaMoOptions(FullOptions):
         ge=0,
         description="co-occurring n-grams to keep per order; 0 disables the mask",
     )
+    mask_rank: int = Field(
+        64,
+        ge=0,
+        le=4096,
+        description="rank of a learned mask, by which heads read the newest token and "
+        "the draft before; 0: none (the paper)",
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> DynaMoOptions:
+        if self.train_vocab_size and not self.mask_entries:
+            raise ValueError(
+                "--train-vocab-size needs the counts of the mask; omit --mask-entries 0"
+            )
+        if self.states_from == "vllm":
+            raise ValueError(
+                "heads begin beside the target's last layer, which a training with "
+                "--states-from vllm does not have; omit it"
+            )
+        return self
 
     @property
     def tokens(self) -> int:
@@ -183,6 +204,9 @@ class DynaMoConfig(HeadsConfig):
     ] = Field(
         default_factory=dict, description="number of counted n-grams, by order"
     )
+    mask_rank: int = Field(
+        0, ge=0, le=4096, description="rank of the learned mask (0: none)"
+    )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}),
         description="settings of the joint",
@@ -210,7 +234,8 @@ class DynaMoConfig(HeadsConfig):
     def describe(self) -> str:
         orders = ", ".join(map(str, self.cooccurrence_entries))
         masks = f"masks of order {orders}" if orders else "no masks"
-        return f"T{self.tokens}, {masks}"
+        learned = f", learned mask of rank {self.mask_rank}"
+        return f"T{self.tokens}, {masks}{learned if self.mask_rank else ''}"
 
     @property
     def max_drafts(self) -> int:
@@ -237,6 +262,14 @@ class DynaMoConfig(HeadsConfig):
             for token in range(2, self.tokens + 1)
             for name, shape in self.layer_tensors.items()
         }
+        if self.mask_rank:
+            size = self.target.hidden_size
+            # U_i of heads 2..n; B_i and A_i of heads 3..n (mask.py)
+            shapes[f"{MASK}newest"] = [self.tokens - 1, size, size]
+            if self.tokens > 2:
+                thin = [self.tokens - 2, self.mask_rank, size]
+                shapes[f"{MASK}before"] = thin
+                shapes[f"{MASK}after"] = thin
         if self.cooccurrence_entries:
             shapes |= {
                 "cooccurrence.unigram": [self.target.vocab_size],
@@ -250,9 +283,10 @@ class DynaMoConfig(HeadsConfig):
         return shapes
 
     def settings(self, parts: DynaMoParts) -> Iterator[Setting]:
-        """One layer per draft, which runs over every token, and one read of the LM head
-        for all.
+        """One layer per draft, which runs over every token, a matrix of the learned
+        mask, and one read of the LM head for all.
         """
+        matrix = parts.timing.transform_in_layers if self.mask_rank else 0.0
         for size, by in parts.by_vocabulary():
             reads = 1.0 if size is None else size / self.target.vocab_size
             for row in by.rows:
@@ -263,4 +297,5 @@ class DynaMoConfig(HeadsConfig):
                     "sampling": sampling,
                 }
                 length = 1 + row.accepted / max(row.cycles, 1)
-                yield Setting(options, length, row.drafts_allowed, reads)
+                layers = row.drafts_allowed * (1 + matrix)
+                yield Setting(options, length, layers, reads)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_ppd.heads.dynamo.config import JointSettings
+from vllm_ppd.heads.dynamo.mask import PairTables
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import (
     TINY,
@@ -111,10 +112,8 @@ class Candidates(NamedTuple):
         """Thresholds, repetition penalty and the choice of n."""
         first = self.top.first_token
         heads = None if most is None else most - (first is not None)
-        top = Top(
-            self.top.scores[:heads],
-            self.top.ids[:heads],
-            first,
+        top = self.top._replace(
+            scores=self.top.scores[:heads], ids=self.top.ids[:heads]
         )
         if eps_b is None:
             eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
@@ -178,11 +177,13 @@ def candidates(
     token_ids: Tensor
     | None = None,  # [columns] token of each column of the scores (None: every token)
     with_joints: bool = True,  # whether the choice needs more than its likeliest n-gram
+    tables: PairTables | None = None,  # of the learned mask
+    heat: Tensor | None = None,  # [rows, 1] or [] divisor of the scores
 ) -> Candidates:
     """Algorithm 1 down to the masked joints of every order.
 
-    Scores are log-probabilities up to a constant a row: logits, divided by the
-    temperature.
+    Scores are log-probabilities up to a constant a row: logits, which the temperature
+    divides.
 
     With first_token, head 1 is replaced by that token with probability 1, and its
     logits are not needed: the joint is then conditioned on the token that the target
@@ -194,7 +195,12 @@ def candidates(
     k = min(settings.k, scores.shape[-1])
     best = scores.float().topk(k, dim=-1)
     ids = best.indices if token_ids is None else token_ids[best.indices]
-    top = Top(best.values, ids, first_token)
+    heat = scores.new_ones(()) if heat is None else heat
+    top = Top(best.values / heat, ids, first_token)
+    if tables is not None and len(ids) > 1:
+        alone = top.scores[1:].log_softmax(-1).unsqueeze(2)
+        pairs = tables.logits(best.indices) / heat.unsqueeze(-1)
+        top = top._replace(pairs=(alone + pairs).log_softmax(-1) - alone)
     ngrams = ngrams if settings.alpha_c else None
     with_joints = with_joints or settings.repetition_penalty != 1
     find = chosen(find_peaks, ids)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
+from vllm_ppd.heads.dynamo.config import MASK, DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.module import first_guess
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
@@ -85,6 +86,15 @@ class DynaMoRecipe(HeadsRecipe):
             new_layers(target, options.tokens, options.start)
         ).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
+        mask = {
+            name: torch.zeros(shape)
+            for name, shape in self.checked_config().shapes().items()
+            if name.startswith(MASK)
+        }
+        # One factor of each product is 0, so the mask begins as none.
+        if f"{MASK}before" in mask:
+            mask[f"{MASK}before"].normal_(std=target.hidden_size**-0.5)
+        self.mask = LearnedMask(mask).to(target.device)
 
     reach_option = "--num-speculative-tokens"
 
@@ -104,10 +114,8 @@ class DynaMoRecipe(HeadsRecipe):
         )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        return [
-            {"params": list(self.heads.parameters()), "peak": learning_rate},
-            *self.base_groups(),
-        ]
+        params = [*self.heads.parameters(), *self.mask.parameters()]
+        return [{"params": params, "peak": learning_rate}, *self.base_groups()]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         target = self.target
@@ -126,7 +134,7 @@ class DynaMoRecipe(HeadsRecipe):
         # The final norm and the unembedding belong to the first token: later heads read
         # them without training them.
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
-        unembedding = target.unembedding.detach()
+        index_of, unembedding, bias = self.vocabulary
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
         # Greedy drafts of the later heads by row: [rows, heads]
@@ -153,13 +161,22 @@ class DynaMoRecipe(HeadsRecipe):
                     0, 1
                 )
                 hidden = hidden[rows]
+                if options.mask_rank:
+                    before = target.embed(following[rows, :-1])
+                    hidden = hidden + self.mask(token, before)
                 # Token t + i is sampled from the state i - 1 rows later.
                 at = rows + token - 1
                 if states.top_ids is not None:
                     wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
+                wanted = index_of[wanted]
                 log_q = token_log_probs(
-                    hidden, wanted, unembedding, target.bias, target.cap
+                    hidden,
+                    wanted.clamp(min=0),
+                    unembedding,
+                    bias,
+                    target.cap,
                 )
+                log_q = log_q * (wanted >= 0)
                 loss = -log_q[:, 0]
                 counts[f"nll.{token}"] = loss.detach().sum()
                 if states.top_log_probs is not None:
@@ -172,7 +189,7 @@ class DynaMoRecipe(HeadsRecipe):
                         hidden,
                         1,
                         unembedding,
-                        target.bias,
+                        bias,
                     )
                     drafts[rows, token - 2] = best[:, 0]
             if token > 1 or self.full:
@@ -183,7 +200,8 @@ class DynaMoRecipe(HeadsRecipe):
         if not self.training and len(starts):
             later = torch.arange(1, options.tokens, device=starts.device)
             at = (starts + later).clamp(max=len(valid) - 1)
-            right = drafts[starts[:, 0]] == self.greedy_tokens(states, at)
+            greedy = index_of[self.greedy_tokens(states, at)]
+            right = drafts[starts[:, 0]] == greedy
             counts |= accepted_counts(right & valid[starts[:, 0]])
         return total, counts
 
@@ -200,6 +218,7 @@ class DynaMoRecipe(HeadsRecipe):
         options = self.options
         count = len(store.starts["train"])
         if options.mask_entries:
+            assert self.token_counts is not None
             documents = tqdm(
                 store.responses(),
                 "counting n-grams",
@@ -213,7 +232,7 @@ class DynaMoRecipe(HeadsRecipe):
                 vocab_size,
                 options.tokens,
                 options.mask_entries,
-                store.token_counts(vocab_size).numpy(),
+                self.token_counts.numpy(),
             )
         super().prepare_output(store, folder)
 
@@ -224,8 +243,8 @@ class DynaMoRecipe(HeadsRecipe):
         if self.cooccurrence is not None:
             for order, keys in self.cooccurrence.keys.items():
                 entries[order] = len(keys)
-            unigram = torch.from_numpy(self.cooccurrence.unigram)
-            draft_vocab_size = first_guess(unigram)
+            counts = torch.from_numpy(self.cooccurrence.unigram)
+            draft_vocab_size = options.train_vocab_size or first_guess(counts)
         layer = self.target.layers[-1].state_dict()
         return DynaMoConfig(
             **self.target.description(),
@@ -235,12 +254,13 @@ class DynaMoRecipe(HeadsRecipe):
             },
             cooccurrence_entries=entries,
             draft_vocab_size=draft_vocab_size,
+            mask_rank=options.mask_rank,
             num_speculative_tokens=options.num_speculative_tokens,
             dtype=options.save_dtype,
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = self.heads.state_dict()
+        tensors = self.heads.state_dict() | self.mask.tensors()
         if self.cooccurrence is not None:
             tensors |= self.cooccurrence.tensors()
         return tensors

@@ -18,7 +18,7 @@ from vllm_ppd.heads.calibration.acceptance import (
     replay,
 )
 from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.early.config import TRAINED, EarlyParts, Matches
+from vllm_ppd.heads.early.config import TRAINED, ByLayer, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.text import percent, table
@@ -52,8 +52,16 @@ class Exits(NamedTuple):
 
 
 @torch.no_grad()
-def read_exits(calibration: Calibration, texts: Texts) -> Exits:
-    """Read every exit that has a head at every generated token."""
+def read_exits(
+    calibration: Calibration, texts: Texts, token_ids: Tensor | None = None
+) -> Exits:
+    """Read every exit that has a head at every generated token.
+
+    Args:
+        calibration: has the target, and the heads' configuration and tensors.
+        texts: of the target.
+        token_ids: [tokens] the draft vocabulary (None: the whole).
+    """
     target = calibration.target
     temperature = texts.temperature
     heads = EarlyHeads(calibration.config, calibration.tensors)
@@ -80,6 +88,10 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
                     logits = read.float() / (temperature or 1.0)
                 else:
                     logits = logits_at(target, read, temperature)
+                if token_ids is not None:
+                    within = logits[:, token_ids]
+                    logits = torch.full_like(logits, -torch.inf)
+                    logits = logits.index_copy(1, token_ids, within)
                 rank = (logits > logits.gather(1, wanted[:, None])).sum(1)
                 chance = acceptance(
                     log_p,
@@ -102,17 +114,22 @@ def read_exits(calibration: Calibration, texts: Texts) -> Exits:
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
     drafts = range(1, calibration.options.num_speculative_tokens + 1)
+
+    def by_layer(exits: Exits) -> ByLayer:
+        return {
+            layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts]
+            for layer in exits.layers
+        }
+
     measured = {
         name: read_exits(calibration, texts)
         for name, texts in calibration.texts()
     }
-    by_texts = {}
-    for name, exits in measured.items():
-        by_layer = {}
-        for layer in exits.layers:
-            counts = [exits.drafted(layer, n) for n in drafts]
-            by_layer[layer] = [Counts(**by.stored()) for by in counts]
-        by_texts[name] = {TRAINED: by_layer}
+    vocabulary = {}
+    token_ids = calibration.draft_vocabulary()
+    if token_ids is not None:
+        exits = read_exits(calibration, calibration.sampled, token_ids)
+        vocabulary[len(token_ids)] = by_layer(exits)
     greedy = measured["greedy"]
     rates = {
         k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]}
@@ -121,7 +138,10 @@ def matches(calibration: Calibration) -> Matches:
     return Matches(
         layers=list(greedy.layers),
         match=rates,
-        acceptance=by_texts,
+        acceptance={
+            name: {TRAINED: by_layer(exits)} for name, exits in measured.items()
+        },
+        vocabulary=vocabulary,
     )
 
 
@@ -136,11 +156,17 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     for k, rates in measured.match.items():
         rows.append([k, *map(percent, rates[TRAINED])])
     yield table(["k", *measured.layers], rows)
-    for name, by_form in measured.acceptance.items():
-        yield f"Expected tokens per step by drafts n, {name} texts"
+    by_name = {
+        f"{name} texts": by_form[TRAINED]
+        for name, by_form in measured.acceptance.items()
+    }
+    for size, by_layer in measured.vocabulary.items():
+        by_name[f"sampled texts, from {size} tokens"] = by_layer
+    for name, by_layer in by_name.items():
+        yield f"Expected tokens per step by drafts n, {name}"
         lines = [
             [layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
-            for layer, by_drafts in by_form[TRAINED].items()
+            for layer, by_drafts in by_layer.items()
         ]
         drafts = [f"n={n}" for n in range(1, len(lines[0]))]
         yield table(["exit", *drafts], lines)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
-from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.options import TrainingOptions
+from vllm_ppd.heads.base import CountedHeads, Shapes
+from vllm_ppd.heads.options import HeadsOptions
 from vllm_ppd.heads.planning import (
     ByTexts,
     Counts,
@@ -26,11 +27,14 @@ from vllm_ppd.heads.text import Integers, quoted
 
 # Table 4
 PPD = {
+    "optimizer": "adamw",
     "learning_rate": 2e-5,
     "batch_size": 128,
     "epochs": 3.0,
     "warmup": 0.04,
 }
+# Depths of default exits: parts of the target's layers
+DEPTHS = (16, 12, 10, 8, 6, 5, 4, 3)
 TRAINED = "Y"  # PPD's "trained" column; earlier calibrations also have "N"
 Layers = Annotated[list[int], Field(max_length=4096)]
 Layer = Annotated[int, Field(ge=1, le=4096, strict=False)]
@@ -38,45 +42,46 @@ ByLayer = dict[Layer, list[Counts]]
 Rates = dict[Number, dict[str, list[Share]]]  # k -> form -> rate of each layer
 
 
-class EarlyOptions(TrainingOptions):
+class EarlyOptions(HeadsOptions):
     """`ppd train early`: a head at every exit layer, all in one pass over a frozen target."""
 
     kind = "early"
 
     learning_rate: float = Field(
-        5e-3,
+        1e-3,
         gt=0,
-        description="peak learning rate (ParaDecode, appendix C: 5e-3; 2e-5 in PPD's "
-        "recipe)",
+        description="peak learning rate (ParaDecode, appendix C: 5e-3, with AdamW; "
+        "2e-5 in PPD's recipe)",
     )
     exit_layers: Integers = Field(
-        (), description="exit layers to train (default: all of 1..L-1)"
+        (),
+        description="exit layers to train (default: up to eight from a sixteenth to a "
+        "third of the depth; a worker group needs one in the deeper half)",
     )
     head: Literal["transform", "classifier"] = Field(
         "transform",
-        description="E* T with a d x d matrix T (ParaDecode), or a classifier per "
-        "exit with hidden size x vocabulary numbers (PPD; with --loss ce by default "
-        "at its rate 2e-5, batch 128 and 3 epochs)",
-    )
-    loss: Literal["kl", "ce"] = Field(
-        "kl",
-        description="KL to the final layer (ParaDecode), or cross-entropy of the "
-        "next token (PPD, Table 4)",
+        description="E* T with a d x d matrix T, by KL to the final layer (ParaDecode), "
+        "or a classifier per exit with hidden size x vocabulary numbers, by "
+        "cross-entropy of the next token (PPD; by default with AdamW at its rate 2e-5, "
+        "batch 128 and 3 epochs)",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _classifiers_as_published(cls, values: Any) -> Any:
-        """Default to PPD's settings (its Table 4) for PPD's head and loss."""
-        if isinstance(values, dict) and (
-            values.get("head"),
-            values.get("loss"),
-        ) == (
-            "classifier",
-            "ce",
-        ):
+        """Default to PPD's settings (its Table 4) for PPD's head."""
+        if isinstance(values, dict) and values.get("head") == "classifier":
             return {**PPD, **values}
         return values
+
+    @model_validator(mode="after")
+    def _whole_classifiers(self) -> Self:
+        if self.head == "classifier" and self.train_vocab_size:
+            raise ValueError(
+                "classifiers are trained over the whole vocabulary; omit "
+                "--train-vocab-size"
+            )
+        return self
 
 
 class Matches(Stored):
@@ -87,6 +92,8 @@ class Matches(Stored):
     layers: list[Layer] = Field(min_length=1)
     match: Rates
     acceptance: ByTexts[dict[str, ByLayer]]
+    # On sampled texts, by the size of the draft vocabulary
+    vocabulary: dict[Number, ByLayer] = Field(default_factory=dict)
 
 
 class EarlyParts(Parts):
@@ -95,7 +102,7 @@ class EarlyParts(Parts):
     matches: Matches
 
 
-class EarlyConfig(HeadsConfig):
+class EarlyConfig(CountedHeads):
     """Early heads: per exit layer a d x d matrix T (ParaDecode) or a whole classifier
     (PPD, rows "Y").
     """
@@ -111,8 +118,8 @@ class EarlyConfig(HeadsConfig):
     )
     default_exit_layers: Layers = Field(
         default_factory=list,
-        description="exit layers that draft by default (empty: the one nearest the "
-        "middle)",
+        description="exit layers that draft by default, the best one first; the "
+        "engine chooses among them (empty: the one nearest the middle)",
     )
     head: Literal["transform", "classifier"] = "transform"
 
@@ -146,7 +153,7 @@ class EarlyConfig(HeadsConfig):
 
     @property
     def recommended(self) -> dict[str, Any]:
-        return {**super().recommended, "exit_layer": self.serving_exits[0]}
+        return {**super().recommended, "exit_layer": [*self.serving_exits]}
 
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"
@@ -154,21 +161,34 @@ class EarlyConfig(HeadsConfig):
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
         rows = size if self.head == "transform" else self.target.vocab_size
-        return {
+        shapes = {
             f"exit.{layer}.{self.head}": [rows, size]
             for layer in self.exit_layers
         }
+        return shapes | self.counts_shape()
 
     def settings(self, parts: EarlyParts) -> Iterator[Setting]:
-        """n drafts at layer l read n l layers, n transforms, and the LM head n times."""
+        """n drafts at layer l read n l layers, n transforms, and n times the LM head's
+        rows of the draft vocabulary.
+
+        Bytes are counted here. The exits beside the best one are served, too, since the
+        engine measures seconds.
+        """
         transform = parts.timing.transform_in_layers
         matrices = transform if self.head == "transform" else 0.0
-        by_layer = sampled(parts.matches.acceptance)[TRAINED]
-        for layer, by_drafts in by_layer.items():
-            for drafts, counts in enumerate(by_drafts, start=1):
-                options = {
-                    "default_exit_layers": [layer],
-                    "num_speculative_tokens": drafts,
-                }
-                layers = drafts * (layer + matrices)
-                yield Setting(options, counts.length, layers, drafts)
+        whole = sampled(parts.matches.acceptance)[TRAINED]
+        by_size = {None: whole} | parts.matches.vocabulary
+        for size, by_layer in by_size.items():
+            share = 1.0 if size is None else size / self.target.vocab_size
+            measured = sorted(by_layer)
+            for place, layer in enumerate(measured):
+                beside = measured[max(0, place - 1) : place + 2]
+                beside.remove(layer)
+                for drafts, counts in enumerate(by_layer[layer], start=1):
+                    options = {
+                        "default_exit_layers": [layer, *beside],
+                        "num_speculative_tokens": drafts,
+                        "draft_vocab_size": size,
+                    }
+                    layers = drafts * (layer + matrices)
+                    yield Setting(options, counts.length, layers, drafts * share)

@@ -5,29 +5,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
+from vllm_ppd.heads.early.config import DEPTHS, EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.module import in_chunks
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
+from vllm_ppd.heads.training.ridge import Ridge
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.unembedding_loss import (
-    kl_to_teacher,
-    rows_a_chunk,
-    token_log_probs,
-)
+from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk
 
 
 class EarlyRecipe(HeadsRecipe):
-    """KL to the final layer, or cross-entropy of the next token (PPD, Table 4), summed
-    over the exits.
+    """Summed over the exits: of transforms KL to the final layer, of classifiers
+    cross-entropy of the next token (PPD, Table 4).
     """
 
     def __init__(self, options: EarlyOptions, target: Target) -> None:
@@ -43,6 +41,30 @@ class EarlyRecipe(HeadsRecipe):
     def reads(self) -> Reads:
         return Reads(exits=self.heads.exit_layers)
 
+    @torch.no_grad()
+    def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
+        """Set each transform so that it takes the exit's states nearest to the target's
+        final ones, by a ridge regression.
+        """
+        if not fresh or self.heads.form == "classifier":
+            return
+        size = self.target.hidden_size
+        fits = {layer: Ridge(size) for layer in self.heads.exit_layers}
+        for batch in batches:
+            states = self.states(batch)
+            rows = batch.ahead(1)[1][:, 0]
+            final = states.final[rows].float()
+            for layer, fit in fits.items():
+                fit.add(states.exits[layer][rows].float(), final)
+        for layer, fit in fits.items():
+            if fit.count:  # windows may consist of prompt tokens only
+                self.heads.weight(layer).copy_(fit.solve()[0].T)
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """Whole classifiers are too large for Muon."""
+        (group,) = super().groups(learning_rate)
+        return [group | {"muon": self.heads.form == "transform"}]
+
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         exits = self.heads.exit_layers
         with torch.no_grad():
@@ -52,129 +74,83 @@ class EarlyRecipe(HeadsRecipe):
         if not valid.any():
             return self.nothing(), {}
         rows = self.share_of(valid, self.options.position_share)
-        final = states.final[rows]
-        read = (
-            self._classifiers
-            if self.heads.form == "classifier"
-            else self._transforms
-        )
-        hidden = {layer: states.exits[layer][rows] for layer in exits}
-        loss, match = read(
-            hidden,
-            final,
-            following[rows, 0],
-        )
+        hidden = torch.stack([states.exits[layer][rows] for layer in exits])
+        if self.heads.form == "classifier":
+            loss, best = self._classifiers(hidden, following[rows, 0])
+        else:
+            loss, best = self._transforms(hidden, states.final[rows])
         counts = {"rows": torch.tensor(len(rows), device=rows.device)}
-        for index, layer in enumerate(exits):
-            counts[f"match.{layer}"] = match[index].sum()
-            counts[f"loss.{layer}"] = loss[index].detach().sum()
-        drafts = self.options.num_speculative_tokens
-        ends = batch.ahead(drafts)[1]
-        if not self.training and ends.any():
+        if not self.training:
+            # The target's choice may be a token that is not trained.
+            index_of = self.vocabulary[0]
+            match = best == index_of[self.greedy_tokens(states, rows)]
+            for index, layer in enumerate(exits):
+                counts[f"match.{layer}"] = match[index].sum()
+                counts[f"loss.{layer}"] = loss[index].detach().sum()
+            drafts = self.options.num_speculative_tokens
             # Each draft is read at the exit, one row later; all exits count alike.
             matches = torch.zeros(
                 len(exits), len(valid), dtype=torch.bool, device=rows.device
             )
             matches[:, rows] = match
+            ends = batch.ahead(drafts)[1]
             first = ends[:, 0].nonzero()
             starts = first + torch.arange(drafts, device=rows.device)
             right = matches[:, starts.clamp(max=len(valid) - 1)]
             counts |= accepted_counts((right & ends[first[:, 0]]).flatten(0, 1))
         return loss.mean(dim=1).sum(), counts
 
-    def _transforms(
-        self,
-        exits: dict[int, Tensor],
-        final: Tensor,
-        following: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Losses [exits, rows], and whether the arg-max agrees (False in training)."""
-        unembedding = self.target.unembedding
-        bias = self.target.bias
-        students = torch.stack(
-            [self.heads(hidden, layer) for layer, hidden in exits.items()]
+    def _transforms(self, hidden: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses [exits, rows], and the likeliest of the trained tokens (0 in training)."""
+        _, unembedding, bias = self.vocabulary
+        exits = zip(hidden, self.heads.exit_layers, strict=True)
+        students = torch.stack([self.heads(*of_exit) for of_exit in exits])
+        return kl_to_teacher(
+            students,
+            final,
+            unembedding,
+            bias,
+            compare=not self.training,
+            cap=self.target.cap,
         )
-        shape = students.shape[:2]
-        match = torch.zeros(
-            shape,
-            dtype=torch.bool,
-            device=students.device,
-        )
-        if self.options.loss == "kl" or not self.training:
-            loss, match = kl_to_teacher(
-                students,
-                final,
-                unembedding,
-                bias,
-                compare=not self.training,
-                cap=self.target.cap,
-            )
-        if self.options.loss == "ce":
-            tokens = following.repeat(len(students))
-            log_q = token_log_probs(
-                students.flatten(0, 1),
-                tokens,
-                unembedding,
-                bias,
-                self.target.cap,
-            )
-            loss = -log_q.view(shape)
-        return loss, match
 
     def _classifiers(
-        self,
-        exits: dict[int, Tensor],
-        final: Tensor,
-        following: Tensor,
+        self, hidden: Tensor, following: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As _transforms. Whole classifiers have a gradient, so the backward pass
         computes the logits of each chunk of rows again.
         """
-        target = self.target
-        head = target.unembedding
-        cross_entropy = self.options.loss == "ce"
 
-        def of_chunk(
-            layer: int,
-            hidden: Tensor,
-            final: Tensor,
-            following: Tensor,
-        ) -> Tensor:
+        def of_chunk(layer: int, hidden: Tensor, following: Tensor) -> Tensor:
             log_q = self.heads(hidden, layer).float().log_softmax(-1)
-            loss = -log_q.gather(1, following[:, None]).squeeze(1)
-            if cross_entropy and self.training:
-                return torch.stack([loss, torch.zeros_like(loss)], dim=1)
-            with torch.no_grad():
-                log_p = target.logits(final).log_softmax(-1)
-            if not cross_entropy:
-                loss = (log_p.exp() * (log_p - log_q)).sum(-1)
-            match = log_q.argmax(-1) == log_p.argmax(-1)
-            return torch.stack([loss, match.float()], dim=1)
+            loss = -log_q.gather(1, following[:, None])
+            return torch.cat([loss, log_q.argmax(-1, keepdim=True)], dim=1)
 
-        made = []
-        for layer, hidden in exits.items():
-            rows = (hidden, final, following)
-            made.append(
-                in_chunks(partial(of_chunk, layer), rows_a_chunk(head), *rows)
-            )
-        loss, match = torch.stack(made).unbind(-1)
-        return loss, match > 0
+        size = rows_a_chunk(self.target.unembedding)
+        made = [
+            in_chunks(partial(of_chunk, layer), size, rows, following)
+            for rows, layer in zip(hidden, self.heads.exit_layers, strict=True)
+        ]
+        loss, best = torch.stack(made).unbind(-1)
+        return loss, best.long()
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         figures = {}
+        name = "kl_nats" if self.heads.form == "transform" else "ce_nats"
         for layer in self.heads.exit_layers:
             loss = round(counts[f"loss.{layer}"] / counts["rows"], 4)
             match = round(counts[f"match.{layer}"] / counts["rows"], 4)
-            figures[f"exit {layer}"] = {
-                f"{self.options.loss}_nats": loss,
-                "match": match,
-            }
+            figures[f"exit {layer}"] = {name: loss, "match": match}
         return figures
 
     def config(self) -> EarlyConfig:
-        exits = self.options.exit_layers or range(1, self.target.num_layers)
+        layers = self.target.num_layers
+        exits = self.options.exit_layers or [
+            max(1, round(layers / part)) for part in DEPTHS
+        ]
         return EarlyConfig(
             **self.target.description(),
+            **self.drafted_tokens(),
             exit_layers=sorted(set(exits)),
             head=self.options.head,
             num_speculative_tokens=self.options.num_speculative_tokens,
@@ -182,7 +158,7 @@ class EarlyRecipe(HeadsRecipe):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return self.heads.tensors()
+        return self.heads.tensors() | self.counts()
 
 
 RECIPE = EarlyRecipe

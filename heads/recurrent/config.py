@@ -259,9 +259,7 @@ class RecurrentConfig(ChainConfig):
             for norm, name in product(self.norms, ("weight", "bias")):
                 shapes[f"{norm}.{stage}.{name}"] = [width]
             shapes[f"head.{stage}.weight"] = table
-        if self.token_counts:
-            shapes["token_counts"] = [self.vocab_size]
-        return shapes
+        return shapes | self.counts_shape()
 
     def stored_names(self, tensor: str) -> Iterator[str]:
         """Names with or without IBM's prefix, or as the first of several layers; for

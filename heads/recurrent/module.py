@@ -130,6 +130,8 @@ class RecurrentHead(NamedWeights):
     rank = 1
     lead = 1
     layers = ()
+    # [tokens], the part of the vocabulary that is trained; None: all of it
+    token_ids: Tensor | None = None
 
     def __init__(
         self,

@@ -7,15 +7,16 @@ a linear prediction of the target's next state and its negative, and the LM head
 is the target's own.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from vllm_ppd.heads.cp.recipe import CPRecipe, Rows, ridge
+from vllm_ppd.heads.cp.recipe import CPRecipe, Rows
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
+from vllm_ppd.heads.training.ridge import Ridge
 
 
 class RecurrentRecipe(CPRecipe):
@@ -43,6 +44,10 @@ class RecurrentRecipe(CPRecipe):
                 tensors[name].normal_(std=config.inner**-0.5, generator=generator)
         return RecurrentHead(config, tensors)
 
+    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
+        super().use_vocabulary(token_ids)
+        self.head.token_ids = self.token_ids
+
     @torch.no_grad()
     def solve(self, rows: Iterable[Rows]) -> None:
         """Set the weights so that a state is [u, -u] with u = A s + B E[x] nearest to
@@ -51,15 +56,13 @@ class RecurrentRecipe(CPRecipe):
         target = self.target
         size = target.hidden_size
         recurrence = self.head.recurrence()
-
-        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            for states, embedded in rows:
-                start = recurrence.start(states[:, 0].float()).output
-                read = torch.cat([start, embedded[:, 0].float()], dim=1)
-                yield read, states[:, 1].float()
-
+        fit = Ridge(size)
+        for states, embedded in rows:
+            start = recurrence.start(states[:, 0].float()).output
+            read = torch.cat([start, embedded[:, 0].float()], dim=1)
+            fit.add(read, states[:, 1].float())
         # The norm scales u to 1.
-        solution, scale = ridge(pairs(), size)
+        solution, scale = fit.solve()
         first, token = solution.to(target.device, torch.float32).split(size)
         # Later states have the target's scale.
         rescaled = 0.5**0.5 / self.state_size if self.options.scale_input else 1.0

@@ -35,7 +35,9 @@ from vllm_ppd.heads.training.checkpoint import (
     RunFacts,
     unfinished_run,
 )
+from vllm_ppd.heads.training.extracted import ExtractedTarget
 from vllm_ppd.heads.training.optimizer import Muon
+from vllm_ppd.heads.training.packed_attention import packed_attention
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.states import GIB, StatesCache
 from vllm_ppd.heads.training.target import Target
@@ -136,7 +138,8 @@ class Run:
         processes.say(f"loading {options.model}")
         # The full recipe's updates of the base model are too small for bfloat16.
         dtype = torch.float32 if full else getattr(torch, options.dtype)
-        target = Target(
+        kind = ExtractedTarget if options.states_from == "vllm" else Target
+        target = kind(
             options.model,
             processes.device,
             dtype,
@@ -148,6 +151,9 @@ class Run:
                 f"--sequence-length {options.sequence_length} is more than the model's "
                 f"{target.max_length} positions"
             )
+        target.packed = packed_attention(target)
+        if target.packed is not None:
+            processes.say("xformers computes the attention of packed windows")
         torch.manual_seed(options.seed)
         recipe = make(options, target)
         recipe.check()
@@ -170,6 +176,11 @@ class Run:
             recipe.cache = StatesCache(
                 folder, target, store, recipe.reads, most_bytes
             )
+            if isinstance(target, ExtractedTarget):
+                target.options = options
+                with processes.main_process_first():
+                    recipe.cache.fill()
+                target.close()
         # An evaluation reads the same ones every time
         self.held_out_windows = max(
             1,
@@ -212,6 +223,10 @@ class Run:
         if options.patience is not None and options.evaluate_every is None:
             raise TrainingError(
                 f"--patience {options.patience} needs --evaluate-every"
+            )
+        if options.states_from == "vllm" and options.states_cache is None:
+            raise TrainingError(
+                "--states-from vllm needs a folder for the states; add --states-cache"
             )
         if full and options.states_cache is not None:
             raise TrainingError(

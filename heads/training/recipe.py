@@ -3,21 +3,26 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.folder import save_heads
+from vllm_ppd.heads.module import columns, first_guess, most_frequent
 from vllm_ppd.heads.provenance import PROVENANCE_NAME, write_card
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.text import first_problem
+from vllm_ppd.heads.training.ridge import TOKENS
 from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -165,12 +170,107 @@ class Recipe(nn.Module, ABC):
 
 
 class HeadsRecipe(Recipe):
-    """A recipe for heads; the full recipe also trains the base model and writes it."""
+    """A recipe for heads, which may be trained over a part of the vocabulary; the full
+    recipe also trains the base model and writes it.
+
+    Raises:
+        TrainingError: if that part is larger than the vocabulary.
+    """
+
+    # [tokens], the part of the vocabulary that is trained; None: all of it. Not a
+    # buffer: each run computes it from the data when it starts.
+    token_ids: Tensor | None = None
+    token_counts: Tensor | None = (
+        None  # [vocabulary] of the data, once it is read
+    )
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
         self.full = target.trainable
         self.base = target.model if self.full else None
+        size = options.train_vocab_size
+        if size is not None and size > target.vocab_size:
+            raise TrainingError(
+                f"--train-vocab-size {size} is more than the model's "
+                f"{target.vocab_size} tokens"
+            )
+
+    def begin(self, store: TokenStore, fresh: bool) -> None:
+        """Choose the draft vocabulary, and start from what some windows show."""
+        self.token_counts = store.token_counts(self.target.vocab_size)
+        size = self.trained_size
+        if size:
+            self.use_vocabulary(most_frequent(self.token_counts, size))
+        self.start_from(self._windows(store), fresh)
+
+    @property
+    def trained_size(self) -> int | None:
+        """How many tokens are trained, by default those that cover the answers; 0 or
+        None: all.
+        """
+        options = self.options
+        size: int | None = options.train_vocab_size
+        is_whole = self.full or not getattr(options, "factorised", True)
+        if size is not None or is_whole or self.token_counts is None:
+            return size
+        return first_guess(self.token_counts)
+
+    def use_vocabulary(self, token_ids: Tensor) -> None:
+        """Train over these tokens [tokens] alone."""
+        self.token_ids = token_ids.to(self.target.device)
+
+    def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
+        """Set the first weights from some windows (nothing by default).
+
+        Args:
+            batches: the windows.
+            fresh: false if a checkpoint is to replace the weights.
+        """
+
+    def _windows(self, store: TokenStore) -> Iterator[Batch]:
+        """Windows from all over the data, with TOKENS tokens together."""
+        count = store.num_windows()
+        number = min(count, math.ceil(TOKENS / store.length))
+        for i in tqdm(
+            range(number),
+            desc="reading states for the start",
+            unit=" windows",
+            mininterval=1,
+            delay=1,
+        ):
+            yield store.batch("train", [i * count // number]).to(
+                self.target.device
+            )
+
+    @property
+    def vocabulary(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What is trained: the index of each token [vocabulary], -1 if it is not one of
+        them; their rows of the LM head [tokens, d]; its bias.
+        """
+        target = self.target
+        ids = self.token_ids
+        unembedding = target.unembedding.detach()
+        bias = target.bias
+        if ids is None:
+            every = torch.arange(target.vocab_size, device=target.device)
+            return every, unembedding, bias
+        bias = None if bias is None else bias[ids]
+        return columns(ids, target.vocab_size), unembedding[ids], bias
+
+    def drafted_tokens(self) -> dict[str, Any]:
+        """The fields of a configuration about the draft vocabulary."""
+        if self.token_counts is None:  # the data has not been read
+            return {}
+        size = self.trained_size or first_guess(self.token_counts)
+        return {"token_counts": True, "draft_vocab_size": size}
+
+    def counts(self) -> dict[str, Tensor]:
+        """The tensor of token counts, once the data has been read."""
+        if self.token_counts is None:
+            return {}
+        return {"token_counts": self.token_counts}
 
     def base_groups(self) -> list[dict[str, Any]]:
         """The optimizer's group of a trained base model, for AdamW, since it has

@@ -24,6 +24,7 @@ from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 
 FORMAT = 3  # incremented when the same target and tokens give different files
 GIB = 1 << 30
+FILLED_AT_ONCE = 64  # windows
 
 
 class Reads(NamedTuple):
@@ -94,10 +95,7 @@ class StatesCache:
         needed = {"final", *names.values()}
         if reads.top_k:
             needed |= {top_ids, top_log}
-        paths = [
-            self.folder / f"{batch.split}-{window}.safetensors"
-            for window in batch.windows
-        ]
+        paths = [self._path(batch.split, window) for window in batch.windows]
         stored = [load_file(path) if path.exists() else {} for path in paths]
         missing = [
             at for at, tensors in enumerate(stored) if needed - tensors.keys()
@@ -139,6 +137,21 @@ class StatesCache:
             states.top_ids = joined(top_ids, torch.int64)
             states.top_log_probs = joined(top_log, torch.float32)
         return states
+
+    def fill(self) -> None:
+        """Compute the states of all windows without a file."""
+        for split in SPLITS:
+            lacking = [
+                window
+                for window in range(self.store.num_windows(split))
+                if not self._path(split, window).exists()
+            ]
+            for start in range(0, len(lacking), FILLED_AT_ONCE):
+                some = lacking[start : start + FILLED_AT_ONCE]
+                self.states(self.store.batch(split, some))
+
+    def _path(self, split: str, window: int) -> Path:
+        return self.folder / f"{split}-{window}.safetensors"
 
     def _check_room(self, folder: Path, most_bytes: int) -> None:
         """Make the folder, or refuse a cache that would not fit."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.nn import functional
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
+from vllm_ppd.heads.training.packed_attention import PackedAttention
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.sampling import at_least_float32
 from vllm_ppd.kernels.unembedding_loss import (
@@ -132,10 +133,19 @@ class Target:
             config = AutoConfig.from_pretrained(
                 name, trust_remote_code=trust_remote_code
             )
-            is_text = config.get_text_config() is config
-            loader = AutoModelForCausalLM if is_text else AutoModelForMultimodalLM
+            text = config.get_text_config()
+            self.num_layers: int = text.num_hidden_layers
+            self.adapt(config)
+            loader = (
+                AutoModelForCausalLM
+                if text is config
+                else AutoModelForMultimodalLM
+            )
             self.model: Any = loader.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code
+                name,
+                config=config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
             )
         self.name = name
         self.device = device
@@ -161,7 +171,8 @@ class Target:
         # M-RoPE has a position for each of text, time, height and width.
         rope = getattr(config, "rope_parameters", None) or {}
         self.position_axes = 4 if "mrope_section" in rope else 1
-        self.num_layers = len(self.layers)
+        # xformers' attention of packed windows, if a training uses it
+        self.packed: PackedAttention | None = None
         self.hidden_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.max_length = getattr(config, "max_position_embeddings", None)
@@ -232,6 +243,9 @@ class Target:
         logits = functional.linear(states, self.unembedding, self.bias)
         return capped(at_least_float32(logits), self.cap)
 
+    def adapt(self, config: Any) -> None:
+        """Change the model's configuration before it loads (nothing by default)."""
+
     @property
     def unembedding(self) -> Tensor:
         """E*, times the scale of the logits: [vocabulary, hidden]."""
@@ -292,27 +306,31 @@ class Target:
                 beside it.
             top_k: number of likeliest next tokens to return.
         """
-        caught: dict[int, Tensor] = {}
         before_stem = {self.num_layers - 1} if stem else set()
-        with (
-            ExitStack() as hooks,
-            torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()),
-        ):
-            for layer in before_stem.union(exits):
-                hook = _catch(caught, layer)
-                handle = self.layers[layer - 1].register_forward_hook(hook)
-                hooks.callback(handle.remove)
-            output = self.base(input_ids=batch.input_ids, **self._places(batch))
-            layers = {
-                layer: hidden.flatten(0, 1) for layer, hidden in caught.items()
-            }
-            final = output.last_hidden_state.flatten(0, 1)
+        with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+            final, layers = self.compute(batch, before_stem.union(exits))
             states = self.states_of(batch, final, layers, stem)
         if top_k:
             states.top_ids, states.top_log_probs = top_log_probs(
                 states.final, top_k, self.unembedding, self.bias, self.cap
             )
         return states
+
+    def compute(
+        self, batch: Batch, exits: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The final states, and those after some layers before the norm: [rows, hidden]
+        each.
+        """
+        caught: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for layer in exits:
+                hook = _catch(caught, layer)
+                handle = self.layers[layer - 1].register_forward_hook(hook)
+                hooks.callback(handle.remove)
+            output = self.base(input_ids=batch.input_ids, **self._places(batch))
+        layers = {layer: hidden.flatten(0, 1) for layer, hidden in caught.items()}
+        return output.last_hidden_state.flatten(0, 1), layers
 
     def states_of(
         self,
@@ -360,6 +378,8 @@ class Target:
             "position_ids": positions,
             "use_cache": False,
         }
+        if self.packed is not None:
+            self.packed.read(batch.position_ids)
         if self.passes_masks:
             masks = packed_masks(self.config, batch.position_ids, self.dtype)
             whole = masks["full_attention"]

@@ -48,19 +48,12 @@ def calibration(
 
     def get(variant: str) -> Calibration:
         shipped = opened(f"benchmarks/demo/heads/{variant.split(',')[0]}")
-        if variant != RECURRENT:
+        if variant not in FITTED:
             return shipped
-        folder = tmp_path_factory.mktemp("recurrent") / "heads"
+        folder = tmp_path_factory.mktemp("fitted") / "heads"
         texts = shipped.greedy.ids[:8, :128].tolist()
-        overfitted.fit(
-            DEMO,
-            "cp",
-            texts,
-            folder,
-            8,
-            rank=2,
-            condition="recurrent",
-        )
+        kind = shipped.config.kind
+        overfitted.fit(DEMO, kind, texts, folder, 8, **FITTED[variant])
         return opened(str(folder))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -69,28 +62,36 @@ def calibration(
 
 
 WHOLE = 4096  # tokens of the demo model
-RECURRENT = "cp, recurrent"  # fitted here
+# Heads that are fitted here
+FITTED: dict[str, dict[str, Any]] = {
+    "cp, recurrent": {"rank": 2, "condition": "recurrent"},
+    "early, 1024 tokens": {"exit_layers": (EXIT,)},
+    "dynamo, learned mask": {"mask_rank": 8},
+}
+EARLY = {"method": "early", "exit_layer": EXIT, "num_speculative_tokens": 3}
 CP = {"method": "cp", "num_speculative_tokens": 3}
 DYNAMO = {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "early": {"method": "early", "exit_layer": EXIT, "num_speculative_tokens": 3},
+    "early": EARLY,
+    "early, 1024 tokens": EARLY | {"draft_vocab_size": 1024},
     "cp": CP | {"draft_vocab_size": WHOLE},
     "dynamo": DYNAMO | {"draft_vocab_size": WHOLE},
     "cp, 1024 tokens": CP | {"draft_vocab_size": 1024},
-    RECURRENT: CP | {"draft_vocab_size": 1024},
+    "cp, recurrent": CP | {"draft_vocab_size": 1024},
     "dynamo, 1024 tokens": DYNAMO | {"draft_vocab_size": 1024},
+    "dynamo, learned mask": DYNAMO | {"draft_vocab_size": 1024},
 }
 
 
 def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
     config = calibration.config
-    if config.kind == "early":
-        return early.read_exits(calibration, texts).drafted(EXIT, 3)
-    size = OPTIONS[variant]["draft_vocab_size"]
+    size = OPTIONS[variant].get("draft_vocab_size", WHOLE)
     short = None
     if size < WHOLE:
         short = most_frequent(calibration.tensors[config.counts_tensor], size)
+    if config.kind == "early":
+        return early.read_exits(calibration, texts, short).drafted(EXIT, 3)
     if config.kind == "cp":
         return cp.drafted(
             calibration,
@@ -108,7 +109,16 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    "variant", full_but({"early", "cp, 1024 tokens"}, OPTIONS)
+    "variant",
+    full_but(
+        {
+            "early",
+            "cp, 1024 tokens",
+            "early, 1024 tokens",
+            "dynamo, learned mask",
+        },
+        OPTIONS,
+    ),
 )
 def test_engine_counts_what_calibration_expects(
     calibration: Factory, variant: str

@@ -46,6 +46,10 @@ def test_output_is_that_of_the_new_weights(
     # vLLM would register it for EPLB a second time, and write a draft model's new
     # weights to it.
     assert runner_of(llm).get_draft_model() is None
+    if name == "dynamo":
+        drafter = drafter_of(llm).drafter
+        torch.testing.assert_close(drafter.tables, drafter.read_tables())
+        assert drafter.tables.after.any()
     if name == "cp":
         vocabulary = drafter_of(llm).drafter.vocabulary
         weights = load_file(other_model / "model.safetensors")

@@ -18,6 +18,8 @@ QUICK: dict[str, list[str]] = {
     "middle": [*CASES],
     "heads": ["batch_16", "structured_output"],
     "classifiers": ["batch_16"],
+    "classifiers-short": ["batch_16"],
+    "early-short": ["batch_16", "arrivals_and_aborts"],
     "last": ["batch_16", "model_length"],
     "exits": ["arrivals_and_aborts"],
     "cut-off": ["more_than_fit"],
@@ -61,7 +63,7 @@ def test_same_tokens(
     "name",
     full_but(
         QUICK,
-        ["cp-recurrent-longer", "cp-full-short", "dynamo-short"],
+        ["cp-recurrent-longer", "cp-full-short", "dynamo-short", "early-short"],
     ),
 )
 def test_draft_vocabulary_is_a_part_of_the_lm_head(
@@ -92,7 +94,8 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 HEADS = [
     name
     for name, options in VARIANTS.items()
-    if options["method"] != "early" and "prompt_lookup_min" not in options
+    if (options["method"] != "early" or "draft_vocab_size" in options)
+    and "prompt_lookup_min" not in options
 ]
 
 

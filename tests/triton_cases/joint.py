@@ -40,10 +40,12 @@ def ngrams(
     return table.to(DEVICE)
 
 
-def candidates(heads: int, k: int, given: bool) -> Top:
+def candidates(heads: int, k: int, given: bool, learned: bool = False) -> Top:
     torch.manual_seed(heads * k)
     scores, ids = (3 * torch.randn(heads, ROWS, VOCAB)).topk(k)
-    return Top(scores, ids, torch.randint(VOCAB, (ROWS,)) if given else None)
+    first = torch.randint(VOCAB, (ROWS,)) if given else None
+    pairs = torch.randn(heads - 1, ROWS, k, k) if learned else None
+    return Top(scores, ids, first, pairs)
 
 
 def same(
@@ -96,9 +98,11 @@ def test_is_the_reference(
     heads: int, k: int, given: bool, alpha_c: float | None
 ) -> None:
     table = None if alpha_c is None else ngrams(max(2, heads + given))
-    chosen = same(candidates(heads, k, given), table, alpha_c or 0.0)
-    assert chosen.order[4] == 1
-    assert k == 1 or table is not None or chosen.order[0] == heads + given
+    for learned in (False, True):
+        top = candidates(heads, k, given, learned)
+        chosen = same(top, table, alpha_c or 0.0)
+        assert chosen.order[4] == 1
+        assert k == 1 or table is not None or chosen.order[0] == heads + given
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -34,6 +34,7 @@ from vllm_ppd.heads.provenance import PROVENANCE_NAME
 from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
+from vllm_ppd.heads.training.states import GIB
 from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.model_patches.families import FAMILIES
 from vllm_ppd.vllm_plugins.config.found import register
@@ -42,11 +43,17 @@ from vllm_ppd.vllm_plugins.config.found import register
 DATA = 0.5
 TRAINING = 0.4
 PROMPTS = str(resources.files("vllm_ppd.heads.data") / "prompts.jsonl")
-ANSWERS = 4  # most answers to a prompt, each with its own seed
+# Most answers to a prompt at a temperature, each with its own seed, beside a greedy one
+SAMPLED = 3
+GREEDY = 0.25  # share of the answers' time for greedy ones
 HELD_OUT = 8  # one of so many prompts is held out with all its answers
 # Most tokens of a chat, and of a response
 LENGTH = 2048
 RESPONSE = 512
+# The chat templates of models that reason have one of these words. Their answers are not
+# cut, or no head would see one.
+REASONS = ("<think>", "reasoning", "<|channel|>")
+LONG = 16_384
 HALF = (
     128  # most tokens of a held-out text that form its prompt; at most half of it
 )
@@ -57,6 +64,11 @@ MOST_PASSES = 16  # over the data
 EVALUATIONS = 12
 PATIENCE = 6
 CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
+# A step on a GPU: its tokens, the least steps of a pass over the data, and the parts in
+# which it is computed, so that memory is that of a quarter of its tokens
+STEP_TOKENS = 32_768
+STEPS = 64
+PARTS = 4
 STATES_BYTES = 20e9  # most on disk, and at most half of the free space
 
 
@@ -76,12 +88,15 @@ def run(options: FitOptions) -> int:
         pass
     with writing_folder(folder, "the work folder"):
         fit = Fit(options, folder)
-        steps = (fit.data, fit.training, fit.calibration)
+        steps = [fit.data, fit.training, fit.calibration]
+        if fit.is_divided:  # calibration needs the whole target on one device
+            steps.pop()
         for number, step in enumerate(steps, start=1):
-            print(f"step {number} of 3: {step.__name__}", flush=True)
+            print(f"step {number} of {len(steps)}: {step.__name__}", flush=True)
             step()
         shutil.rmtree(folder / "states", ignore_errors=True)
-    print(report(read_calibration(out), str(out)))
+    if not fit.is_divided:
+        print(report(read_calibration(out), str(out)))
     print(f"\nwrote {out}; {folder} keeps the data")
     try:
         register(out)
@@ -116,10 +131,14 @@ class Fit:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 options.model, trust_remote_code=code
             )
+        self.is_divided = options.tensor_parallel_size > 1
         self.architecture = next(iter(config.architectures or []), "")
         self.config = config.get_text_config()
         longest = getattr(self.config, "max_position_embeddings", None)
-        self.length = min(LENGTH, longest or LENGTH)
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        self.reasons = any(word in template for word in REASONS)
+        most = LONG if self.reasons else LENGTH
+        self.length = min(most, longest or most)
         self.shared = options.model_dump(
             include={"model", "seed", "trust_remote_code"}
         )
@@ -143,31 +162,39 @@ class Fit:
         began = time.monotonic()
         shared = DataOptions(
             **self.shared,
-            out=str(self.folder / "answers.jsonl"),
+            out="",  # of each part
             max_model_len=self.length,
-            max_tokens=min(RESPONSE, self.length // 2),
-            batch_size=256 if torch.cuda.is_available() else 64,
+            max_tokens=self.length
+            if self.reasons
+            else min(RESPONSE, self.length // 2),
+            batch_size=256
+            if torch.cuda.is_available() and not self.reasons
+            else 64,
+            tensor_parallel_size=self.options.tensor_parallel_size,
         )
         engine = cache(lambda: vllm_engine(shared))
-        files = []
+        # Files, their options, and the share of the time at which each ends
+        parts: list[tuple[str, dict[str, Any], float]] = []
         if prompts:
-            answers = shared.model_copy(update={"prompts": prompts * ANSWERS})
-            until = began + (seconds if given else seconds / 2)
-            write_chats(answers, lambda _: engine(), until)
-            files.append(Path(answers.out))
+            end = 1.0 if given else 0.5
+            greedy = {"prompts": prompts, "temperature": 0.0}
+            parts.append(("greedy", greedy, end * GREEDY))
+            parts.append(("answers", {"prompts": prompts * SAMPLED}, end))
         if not given:
-            own = shared.model_copy(
-                update={"out": str(self.folder / "others.jsonl")}
-            )
+            parts.append(("others", {}, 1.0))
+        files: list[Path] = []
+        for name, changes, end in parts:
+            out = self.folder / f"{name}.jsonl"
+            some = shared.model_copy(update={**changes, "out": str(out)})
             try:
-                write_chats(own, lambda _: engine(), began + seconds)
-                files.append(Path(own.out))
-            except (
-                TrainingError
-            ) as error:  # some models write no usable user turns
-                if not files:
+                write_chats(some, lambda _: engine(), began + end * seconds)
+            except TrainingError as error:
+                # Some models write no usable user turns
+                if name != "others" or not files:
                     raise
                 print(f"vllm-ppd: fitting to answers alone: {error}", flush=True)
+            else:
+                files.append(out)
         if engine.cache_info().currsize:
             engine().close()
         self._split(files)
@@ -201,7 +228,7 @@ class Fit:
         write_text(self.folder / "held-out.jsonl", "".join(held_out.values()))
 
     def training(self) -> None:
-        """Train CP heads with a recurrent state for as many passes as the time allows."""
+        """Train CP heads with a recurrent state on as many tokens as the time allows."""
         if not (
             self.out / PROVENANCE_NAME
         ).exists():  # the file that is written last
@@ -219,16 +246,22 @@ class Fit:
             len(chat["prompt_token_ids"] + chat["token_ids"])
             for _, chat in records(data)
         )
-        length = max(8, min(512, self.length, tokens // 32))
-        fast = torch.cuda.is_available() or cpu_computes_bfloat16()
+        on_gpu = torch.cuda.is_available()
+        longest = min(2048 if on_gpu else 512, self.length)
+        length = max(8, min(longest, tokens // 32))
+        parts = PARTS if on_gpu else 1
+        windows = windows_a_step(tokens, length) if on_gpu else 4
         chosen: dict[str, Any] = self.shared | {
             "data": (str(data),),
             "out": str(self.out),
             "sequence_length": length,
-            "batch_size": 4,
+            "batch_size": windows,
+            "accumulation": parts,
             "held_out_fraction": 0.08,
             "evaluation_tokens": 32 * length,
-            "dtype": "bfloat16" if fast else "float32",
+            "dtype": "bfloat16"
+            if on_gpu or cpu_computes_bfloat16()
+            else "float32",
             "condition": "recurrent",
             # Higher ranks accept no more drafts on top of a recurrent state.
             "rank": 1,
@@ -241,20 +274,25 @@ class Fit:
             )
         # Four layers' states and the likeliest tokens of each position.
         kept_bytes = tokens * (4 * 2 * self.config.hidden_size + 16 * 6)
-        if kept_bytes < min(
-            STATES_BYTES, shutil.disk_usage(self.folder).free / 2
-        ):
-            chosen["states_cache"] = str(self.folder / "states")
+        room = shutil.disk_usage(self.folder).free / 2
+        states = {"states_cache": str(self.folder / "states")}
+        if self.is_divided:
+            chosen |= states | {
+                "states_from": "vllm",
+                "tensor_parallel_size": self.options.tensor_parallel_size,
+                "states_cache_gib": room / GIB,
+            }
+        elif kept_bytes < min(STATES_BYTES, room):
+            chosen |= states
         began = time.monotonic()
         speed = loop.speed_of(CPOptions(**chosen))
         seconds = 60 * self.options.minutes * TRAINING - (
             time.monotonic() - began
         )
-        # The first pass also computes the target's states.
-        further = seconds - speed.steps * speed.first_step
-        passes = 1 + max(0.0, further) / (speed.steps * speed.step)
-        steps = max(1, round(min(passes, MOST_PASSES) * speed.steps))
+        steps = steps_in(seconds, speed)
         chosen["steps"] = steps
+        seen = steps * windows * length
+        print(f"training on {seen:,} tokens, of {tokens:,}", flush=True)
         chosen["evaluate_every"] = -(-steps // EVALUATIONS)
         chosen["patience"] = PATIENCE
         save_every = round(CHECKPOINT_SECONDS / speed.step)
@@ -278,6 +316,27 @@ class Fit:
                     dtype="bfloat16" if torch.cuda.is_available() else "float32",
                 )
             )
+
+
+def windows_a_step(tokens: int, length: int) -> int:
+    """Windows of so many tokens in a step on a GPU, a multiple of PARTS.
+
+    Args:
+        tokens: of the data.
+        length: of a window.
+    """
+    most = min(STEP_TOKENS, tokens // STEPS) // length
+    return max(1, most // PARTS) * PARTS
+
+
+def steps_in(seconds: float, speed: loop.Speed) -> int:
+    """Steps that fill the time, which may be less than a pass over the data. Those of
+    the first pass also compute the target's states.
+    """
+    seconds = max(0.0, seconds)
+    first = min(speed.steps, seconds / speed.first_step)
+    further = (seconds - first * speed.first_step) / speed.step
+    return max(1, round(min(first + further, MOST_PASSES * speed.steps)))
 
 
 def vllm_engine(options: Any) -> Any:

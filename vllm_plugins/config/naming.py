@@ -19,13 +19,7 @@ from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.heads.text import quoted
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import AUTO, NONE, OptionError
-from vllm_ppd.vllm_plugins.registry import (
-    ALIASES,
-    METHODS,
-    PPD,
-    PPD_OPTIONS,
-    names,
-)
+from vllm_ppd.vllm_plugins.registry import ALIASES, PPD, PPD_OPTIONS, names
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -103,7 +97,7 @@ def fitting(given: dict[str, Any], stages: int) -> str:
     method = PPD
     if isinstance(given.get("model"), str):
         method = kind_of(given["model"]) or "early"
-    elif not given.keys().isdisjoint(METHODS["early"].options):
+    elif not given.keys().isdisjoint(("exit_layer", "gamma")):
         method = "early"
     is_group = stages > 1 or "candidates" in given
     return "group" if is_group and method in (PPD, "early") else method

@@ -56,6 +56,11 @@ def resolve(
         if not options.verify:
             # Drafts are the output, which needs the whole vocabulary
             defaults["draft_vocab_size"] = None
+        serving = defaults.get("exit_layer")
+        if isinstance(serving, list):
+            # The best one comes first; only the policy chooses among several
+            several = options.adaptive and len(serving) > 1
+            defaults["exit_layer"] = sorted(serving) if several else serving[0]
     if method.stages > 1:
         # The stages' split d_bar is at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
@@ -63,6 +68,8 @@ def resolve(
             layer for layer in getattr(heads, "exit_layers", ()) if layer >= half
         ]
         defaults["exit_layer"] = min(exits, default=half)
+        # The first stage has a copy of the whole LM head
+        defaults["draft_vocab_size"] = None
         defaults["disable_by_batch_size"] = GROUP_CUT_OFF
 
     values = options.model_dump()

@@ -115,14 +115,16 @@ class LMHead:
     shard_size.
     """
 
+    # [vocabulary] token ID of each entry of the logits; None: its index
+    token_ids: Tensor | None = None
     tp_size: int
     vocab_size: int
     vocab_start: int
     num_valid: int
     shard_size: int
 
-    def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
-        """E* h: [rows, vocabulary], or this rank's shard of it."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """E* h: [rows, vocabulary]."""
         raise NotImplementedError
 
     def shard(self, classifiers: Tensor) -> Tensor:
@@ -132,14 +134,10 @@ class LMHead:
         ]
         return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
 
-    def all_gather(self, parts: Tensor) -> Tensor:
-        """The parts of all ranks, concatenated along the last dimension."""
-        return tensor_model_parallel_all_gather(parts, dim=-1)
-
     def gather(self, logits: Tensor) -> Tensor:
         """The whole vocabulary of sharded logits [..., shard]."""
         if self.tp_size > 1:
-            logits = self.all_gather(logits)
+            logits = tensor_model_parallel_all_gather(logits, dim=-1)
         return logits[..., : self.vocab_size]
 
 
@@ -259,9 +257,8 @@ class CopiedLMHead(LMHead):
         self.unembedding.load(shard)
         self.bias.copy_(bias)
 
-    def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
-        logits = self.unembedding(hidden) + self.bias
-        return self.gather(logits) if gather else logits
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.gather(self.unembedding(hidden) + self.bias)
 
 
 class DraftVocabulary:
@@ -348,6 +345,20 @@ class DraftVocabulary:
     def gather(self, logits: Tensor) -> Tensor:
         """The logits [..., size] of the products of classifiers."""
         return self.lm_head.gather(logits) if self.token_ids is None else logits
+
+
+class DraftedLMHead(LMHead):
+    """The LM head's rows of a draft vocabulary, which every rank has."""
+
+    tp_size = 1
+
+    def __init__(self, vocabulary: DraftVocabulary) -> None:
+        self.token_ids = vocabulary.token_ids
+        self.vocab_size = vocabulary.size
+        self.logits = vocabulary.logits  # type: ignore[method-assign]
+
+    def shard(self, classifiers: Tensor) -> Tensor:
+        return classifiers[..., self.token_ids, :]
 
 
 class Target:

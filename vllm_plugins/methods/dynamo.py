@@ -5,14 +5,17 @@ their joint supports.
 forward  every scheduled token also runs through the heads' layers, whose KV is in the
          target's own blocks: after a prefix-cache hit, a chunk of a prompt or a
          verified draft the heads' KV is as complete as the target's
-select   joint over the heads' top-k given the emitted token, masked, thresholded,
-         backed off (Algorithm 1)
+select   joint over the heads' top-k given the emitted token, masked by what was
+         counted and by what was learned, thresholded, backed off (Algorithm 1)
 draft    the joint's best n-gram, or a sample of it
 """
+
+import torch
 
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
+from vllm_ppd.heads.dynamo.mask import LearnedMask, PairTables
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.sampling import divisor
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -47,7 +50,25 @@ class DynaMoDrafter(Drafter):
         if heads.sampling.repetition_penalty > 1:
             self.context_tokens = PENALISED
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
+        self.target = target
+        mask = LearnedMask(tensors).requires_grad_(False)
+        self.mask = mask.to(target.device, target.dtype)
+        self.tables = self.read_tables()
         self.requests_at_once = max(1, JOINT_AT_ONCE // self.settings.k**drafts)
+
+    def read_tables(self) -> PairTables | None:
+        """The mask's tables of the target's current weights."""
+        vocabulary = self.vocabulary
+        token_ids = vocabulary.token_ids
+        if token_ids is None:
+            token_ids = torch.arange(vocabulary.size, device=self.target.device)
+        return self.mask.tables(token_ids, self.target.embed, vocabulary.logits)
+
+    def refresh(self) -> None:
+        super().refresh()
+        fresh = self.read_tables() or ()
+        for table, values in zip(self.tables or (), fresh, strict=True):
+            table.copy_(values)
 
     def propose(self, step: DraftInputs) -> Drafts:
         """Algorithm 1.
@@ -57,12 +78,17 @@ class DynaMoDrafter(Drafter):
         """
         vocabulary = self.vocabulary
         states = self.states[:, step.places]
+        if self.mask.weights:
+            newest = self.target.embed(step.newest_ids)[:, None]
+            read = [
+                state + self.mask(token, newest)
+                for token, state in enumerate(states, start=2)
+            ]
+            states = torch.stack(read)
         # One read of the LM head
         logits = vocabulary.logits(states.flatten(0, 1)).float()
         scores = logits.unflatten(0, states.shape[:2])
         sampling = step.sampling
-        if sampling is not None:
-            scores = scores / divisor(sampling.temperature)
         joint = candidates(
             scores,
             self.settings,
@@ -70,6 +96,8 @@ class DynaMoDrafter(Drafter):
             step.newest_ids,
             vocabulary.token_ids,
             with_joints=sampling is not None,
+            tables=self.tables,
+            heat=sampling and divisor(sampling.temperature),
         )
         choice = joint.back_off(self.settings, step.eps_b, step.context)
         likeliest = choice.likeliest

@@ -55,7 +55,8 @@ def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> Non
             settings.append((tokens / passes, layer, n))
     speedup, layer, n = max(settings)
     assert chosen["predicted_speedup"] == pytest.approx(speedup, abs=1e-4)
-    assert chosen["default_exit_layers"] == [layer]
+    # The engine chooses between the best exit and those beside it.
+    assert chosen["default_exit_layers"] == [layer, 7 - layer]
     assert chosen["num_speculative_tokens"] == n
     said = advice("heads", "the model", chosen)
     serve = "vllm serve 'the model' --speculative-model heads"
@@ -65,23 +66,33 @@ def test_the_best_exit_and_drafts_by_brute_force(rates: dict[int, float]) -> Non
 @pytest.mark.parametrize(
     ("accepted_short", "expected"), [(0.69, 32), (0.4, None)]
 )
+@pytest.mark.parametrize("kind", [CPConfig, EarlyConfig])
 def test_a_draft_vocabulary_is_chosen_where_it_pays(
-    accepted_short: float, expected: int | None
+    kind: Any, accepted_short: float, expected: int | None
 ) -> None:
-    config = CPConfig(
+    of_kind: dict[str, Any] = {"exit_layers": [2]}
+    if kind is CPConfig:
+        of_kind = {"positions": 2, "rank": 1}
+    config = kind(
         verifier="m",
         target=TARGET,
-        positions=2,
-        rank=1,
         num_speculative_tokens=1,
         token_counts=True,
+        **of_kind,
     )
-    whole = {"by_drafts": counts(0.7, 1)}
-    parts: dict[str, Any] = {
-        "timing": TIMING,
+    whole: Any = {"by_drafts": counts(0.7, 1)}
+    short: Any = {"by_drafts": counts(accepted_short, 1)}
+    if kind is EarlyConfig:
+        whole = {"Y": {2: counts(0.7, 1)}}
+        short = {2: counts(accepted_short, 1)}
+    measured = {
         "acceptance": {"greedy": whole, "T 0.8": whole},
-        "vocabulary": {32: {"by_drafts": counts(accepted_short, 1)}},
+        "vocabulary": {32: short},
     }
+    parts: dict[str, Any] = {"timing": TIMING, **measured}
+    if kind is EarlyConfig:
+        matches = {"layers": [2], "match": {}, **measured}
+        parts = {"timing": TIMING, "matches": matches}
     chosen = recommend(config, config.parts.model_validate(parts))
     assert chosen["draft_vocab_size"] == expected
 

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distributions against vLLM's, the vocabulary-parallel top-k against a direct one, copies
-in paged KV caches against vLLM's own writes.
-"""
+"""Distributions against vLLM's, and copies in paged KV caches against vLLM's own writes."""
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 from vllm_ppd.kernels.joint import truncated
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
 from vllm_ppd.kernels.sampling import Sampling
-from vllm_ppd.kernels.topk import merge_topk, shard_topk
 
 
 @pytest.mark.parametrize("with_k", [False, True])
@@ -30,58 +27,6 @@ def test_limits_are_vllms(with_k: bool, with_p: bool) -> None:
     actual = truncated(probs, sampling)
     torch.testing.assert_close(actual, expected)
     assert torch.equal(actual > 0, expected > 0)
-
-
-def sharded(
-    logits: torch.Tensor, shards: int, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel as tensor-parallel ranks run it: equal padded shards, then the merge."""
-    vocab = logits.shape[1]
-    width = -(-vocab // shards)
-    parts = []
-    for start in range(0, vocab, width):
-        shard = logits[:, start : start + width]
-        valid = shard.shape[1]
-        # Padding holds what a real LM head's padding may hold: anything.
-        padded = torch.nn.functional.pad(shard, (0, width - valid), value=1e4)
-        parts.append(
-            shard_topk(
-                padded,
-                k,
-                start,
-                valid,
-            )
-        )
-    stacked = [torch.stack(part, dim=1) for part in zip(*parts, strict=True)]
-    return merge_topk(*stacked, k)
-
-
-@pytest.mark.parametrize(
-    ("vocab", "k"),
-    [
-        (4, 1),
-        (257, 1),
-        (301, 5),
-    ],
-)
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_top_k_is_the_whole_vocabulary_s(vocab: int, k: int, shards: int) -> None:
-    torch.manual_seed(vocab)
-    logits = 3 * torch.randn(5, vocab)
-    ids, probs = sharded(logits, shards, k)
-    expected = torch.softmax(logits, -1).topk(k)
-    assert torch.equal(ids, expected.indices)
-    torch.testing.assert_close(probs, expected.values)
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3])
-def test_ties_go_to_the_lowest_id_whatever_the_split(shards: int) -> None:
-    logits = torch.zeros(3, 12)
-    logits[1, [3, 7, 11]] = 5.0
-    logits[2] = torch.tensor([*[-torch.inf] * 11, 2.0])
-    ids, probs = sharded(logits, shards, 1)
-    assert ids.tolist() == [[0], [3], [11]]
-    assert probs[2] == 1.0
 
 
 HEADS = 2

@@ -61,11 +61,34 @@ def test_losses_equal_plain_autograd(
     (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
     log_p = log_probs(teacher)
     log_q = log_probs(plain)
-    actual, match = kl_to_teacher(ours, teacher, matrix, shift, cap=cap)
-    assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
+    actual, best = kl_to_teacher(ours, teacher, matrix, shift, cap=cap)
+    assert torch.equal(best, log_q.argmax(-1))
     assert_same(
         ours,
         plain,
         actual,
         (log_p.exp() * (log_p - log_q)).sum(-1),
     )
+
+
+def test_gradients_near_the_optimum_in_bfloat16() -> None:
+    """Two sums that are rounded apart differ from float32's by 3.7 % here. A row may
+    have a token twice.
+    """
+    torch.manual_seed(0)
+    matrix = (0.1 * torch.randn(20, 64)).bfloat16()
+    states = torch.randn(30, 64).bfloat16()
+    log_p = (states.float() @ matrix.float().T).log_softmax(-1)
+    best = log_p.topk(16)
+    tokens = torch.cat([best.indices[:, :1], best.indices], dim=1)
+    noise = 1 + 0.01 * torch.randn(30, 17)
+    weights = torch.cat([torch.zeros(30, 1), best.values.exp()], dim=1) * noise
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        read = states.to(dtype).requires_grad_()
+        log_q = token_log_probs(read, tokens, matrix.to(dtype))
+        (weights * log_q).sum().backward()
+        assert read.grad is not None
+        gradients.append(read.grad.float())
+    expected, actual = gradients
+    assert (actual - expected).norm() < 0.025 * expected.norm()

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,14 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, ROOT, Factory
-from records import read
+from records import TEMPLATE, read, templated
+from unit.heads.test_generation import FakeEngine
 
 from vllm_ppd.heads.folder import check_folder, load_calibration
+from vllm_ppd.heads.options import FitOptions
+from vllm_ppd.heads.training.loop import Speed
 from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.cli import fit
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Condition = Callable[[Path], bool]
@@ -81,6 +86,43 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
         for name in ("training.jsonl", "held-out.jsonl")
     )
     assert training and held_out and not training & held_out
+
+
+def test_training_is_sized_by_tokens() -> None:
+    """Steps of a GPU hold up to 32K tokens, and many data need less than a pass."""
+    for tokens, length in ((10**7, 2048), (10**6, 512), (3000, 64)):
+        windows = fit.windows_a_step(tokens, length)
+        assert windows % fit.PARTS == 0 and windows * length <= 32_768
+        assert windows == fit.PARTS or windows * length * 63 <= tokens
+    assert fit.windows_a_step(10**7, 2048) == 16
+    for seconds, steps in (
+        (-1.0, 1),
+        (60.0, 30),  # of the first pass of 100, at two seconds
+        (200.0, 100),
+        (250.0, 150),
+        (1e6, 1600),
+    ):
+        assert fit.steps_in(seconds, Speed(2.0, 1.0, 100)) == steps
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+def test_answers_are_greedy_and_sampled_and_whole_where_the_model_reasons(
+    tmp_path: Path,
+    tiny_model: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    reasons: bool,
+) -> None:
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    thoughts = "{# <think> #}" if reasons else ""
+    templated(TEMPLATE + thoughts).save_pretrained(model)
+    engine = FakeEngine()
+    monkeypatch.setattr(fit, "vllm_engine", lambda _: engine)
+    options = FitOptions(model=str(model), out=str(tmp_path / "h"), minutes=0.01)
+    fit.Fit(options, tmp_path).data()
+    answers = [sampling for *_, sampling in engine.batches if not sampling.stop]
+    assert {sampling.temperature for sampling in answers} >= {0.0, 0.8}
+    longest = 512 if reasons else 256  # of a model with 512 positions
+    assert all(sampling.max_tokens == longest for sampling in answers[:2])
 
 
 def test_other_options_and_heads_are_not_mixed(

@@ -10,9 +10,8 @@ other.
 Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n *
 l/L + 1 full passes per cycle.
 
-A reading is final norm, early head T, and the target's LM head, across tensor-parallel
-ranks. The best tokens are found in each rank's own part of the vocabulary; samples need
-the logits of all parts.
+A reading is final norm, early head T, and the target's LM head, or its rows of a draft
+vocabulary, which tensor-parallel ranks need not join.
 """
 
 from typing import Any
@@ -24,13 +23,17 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import Sampling, draw_rows
-from vllm_ppd.kernels.topk import merge_topk, shard_topk
+from vllm_ppd.kernels.sampling import INVALID, Sampling, draw_rows
 from vllm_ppd.model_patches.adapters import kernels_first
 from vllm_ppd.model_patches.base import Adapter, CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.target import LMHead, Target
+from vllm_ppd.vllm_plugins.engine.target import (
+    DraftedLMHead,
+    DraftVocabulary,
+    LMHead,
+    Target,
+)
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 
@@ -38,17 +41,18 @@ def early_heads(
     config: DraftingConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> EarlyHeads | None:
-    """The early heads of the options, for drafting; None if exits are read without
-    heads.
+) -> tuple[EarlyHeads | None, dict[str, Tensor]]:
+    """The early heads of the options, for drafting, and all tensors of their folder;
+    neither if exits are read without heads.
 
     Raises:
         HeadsError: if the folder cannot be read.
     """
     if config.model is None:
-        return None
-    heads = EarlyHeads(*load_tensors(config.model, EarlyConfig))
-    return heads.requires_grad_(False).to(device=device, dtype=dtype)
+        return None, {}
+    heads_config, tensors = load_tensors(config.model, EarlyConfig)
+    heads = EarlyHeads(heads_config, tensors).requires_grad_(False)
+    return heads.to(device=device, dtype=dtype), tensors
 
 
 class EarlyReader:
@@ -85,72 +89,41 @@ class EarlyReader:
         which rows at temperature 0 take the best token. Overwrites the state.
 
         Returns:
-            (token IDs [rows] int64, INVALID where the exit's logits are not finite;
+            (entries of the LM head [rows] int64, which are token IDs unless it is that
+            of a draft vocabulary, INVALID where the exit's logits are not finite;
             probabilities of the exit's best tokens [rows] float32 if requested).
         """
+        logits = self._logits(exit_layer, state)
+        peak, entries = logits.max(dim=-1)
         if sampling is None:
-            ids, probability = self._best(exit_layer, state, 1, with_confidence)
-            confidence = None if probability is None else probability[:, 0]
-            return ids[:, 0], confidence
-        logits = self._logits(exit_layer, state, gather=True)
+            # NaN, and so unequal to 0, where a peak is not finite; isfinite is four
+            # kernels.
+            entries = entries.masked_fill(peak - peak != 0, INVALID)
+        else:
+            token_ids = self.lm_head.token_ids
+            entries = chosen(draw_rows, logits)(logits, sampling, token_ids)
         confidence = None
         if with_confidence:
-            # Of the likeliest token, not the drawn one, as for greedy requests.
-            best = logits.amax(dim=-1)
-            confidence = (best - torch.logsumexp(logits.float(), dim=-1)).exp()
-        return chosen(draw_rows, logits)(logits, sampling), confidence
+            # Of the likeliest token, not the drawn one
+            confidence = (peak - torch.logsumexp(logits.float(), dim=-1)).exp()
+        return entries, confidence
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites
         the state.
         """
-        return self._best(exit_layer, state, k, False)[0].clamp(min=0)
+        return self._logits(exit_layer, state).topk(k, dim=-1).indices
 
-    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> Tensor:
-        """The exit's logits: [rows, vocabulary], or this rank's shard of them."""
+    def _logits(self, exit_layer: int, state: CutState) -> Tensor:
+        """The exit's logits: [rows, vocabulary]."""
         with kernels_first():
             hidden = self.adapter.norm(*state)
         if self.heads is None:
-            return self.lm_head.logits(hidden, gather)
+            return self.lm_head.logits(hidden)
         read: Tensor = self.heads(hidden, exit_layer)
         if self.heads.form == "transform":
-            return self.lm_head.logits(read, gather)
-        return self.lm_head.gather(read) if gather else read
-
-    def _best(
-        self,
-        exit_layer: int,
-        state: CutState,
-        k: int,
-        with_probability: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The k best token IDs of the whole vocabulary [rows, k], and their
-        probabilities if requested.
-
-        Under tensor parallelism the ranks exchange (value, token id) pairs of their
-        shards, not logits.
-        """
-        lm_head = self.lm_head
-        best = shard_topk(
-            self._logits(exit_layer, state, gather=False),
-            k,
-            lm_head.vocab_start,
-            lm_head.num_valid,
-            with_probability,
-        )
-        if lm_head.tp_size == 1:
-            if not with_probability:
-                return best.token_ids, None
-            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
-        # float32 is exact for token ids below 2^24, and every backend can exchange it.
-        token_ids = best.token_ids.float()
-        logsumexp = best.logsumexp[:, None]
-        packed = torch.cat([best.values, token_ids, logsumexp], dim=-1)
-        parts = lm_head.all_gather(packed).unflatten(-1, (-1, 2 * k + 1))
-        values, token_ids, logsumexp = parts.split((k, k, 1), dim=-1)
-        logsumexp = logsumexp.squeeze(-1)
-        ids, probabilities = merge_topk(values, token_ids, logsumexp, k)
-        return ids, probabilities if with_probability else None
+            return self.lm_head.logits(read)
+        return self.lm_head.gather(read)
 
 
 class EarlyExitDrafter(Drafter):
@@ -161,8 +134,18 @@ class EarlyExitDrafter(Drafter):
     def load(self, config: DraftingConfig, target: Target) -> None:
         self.gamma = config.gamma
         self.cut = target.cut_after(config.exits, DeferredKVCut)
-        heads = early_heads(config, target.device, target.dtype)
-        self.reader = EarlyReader(self.cut.adapter, target.lm_head, heads)
+        heads, tensors = early_heads(config, target.device, target.dtype)
+        lm_head: LMHead = target.lm_head
+        if heads is not None and config.draft_vocab_size is not None:
+            self.vocabulary = DraftVocabulary(
+                config,
+                heads.config,
+                tensors,
+                target,
+                reads_lm_head=heads.form == "transform",
+            )
+            lm_head = DraftedLMHead(self.vocabulary)
+        self.reader = EarlyReader(self.cut.adapter, lm_head, heads)
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids = step.newest_ids
@@ -180,6 +163,8 @@ class EarlyExitDrafter(Drafter):
                 sampling,
                 with_confidence,
             )
+            if self.vocabulary is not None:
+                token_ids = self.vocabulary.ids(token_ids)
             drafts.append(token_ids)
             confidences.append(confidence)
             if looked_up is not None:

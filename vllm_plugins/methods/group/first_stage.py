@@ -107,7 +107,7 @@ class FirstStage(Stage):
         self.lm_head = CopiedLMHead(
             shard, weights["bias"], place, self.vllm_config, device
         )
-        heads = early_heads(self.config, device, shard.dtype)
+        heads, _ = early_heads(self.config, device, shard.dtype)
         # A classifier is read in place of E*
         self.reads_target = heads is None or heads.form == "transform"
         if heads is not None and not self.reads_target:

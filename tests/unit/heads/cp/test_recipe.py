@@ -14,8 +14,9 @@ from overfitted import untrained
 from torch.nn import functional
 
 from vllm_ppd.heads.cp.config import Condition, CPOptions
-from vllm_ppd.heads.cp.recipe import CPRecipe, ridge
+from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.module import most_frequent
+from vllm_ppd.heads.training.ridge import Ridge
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import balance_loss
 
@@ -67,12 +68,10 @@ def test_ridge_finds_a_linear_model() -> None:
         generator=generator,
     )
     outputs = inputs @ matrix
-    parts = zip(
-        inputs.split(250),
-        outputs.split(250),
-        strict=True,
-    )
-    solution, scale = ridge(parts, SIZE)
+    fit = Ridge(SIZE)
+    for rows in torch.arange(400).split(250):
+        fit.add(inputs[rows], outputs[rows])
+    solution, scale = fit.solve()
     torch.testing.assert_close(
         solution.float(),
         matrix,

@@ -15,6 +15,7 @@ from scipy.ndimage import convolve1d
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
+from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.kernels import joint as kernels
 from vllm_ppd.kernels.joint import mask
 from vllm_ppd.kernels.sampling import Sampling
@@ -254,3 +255,41 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
     outside = tokens.clone()
     outside[:, 1] = VOCAB  # no head's candidate
     assert not choice.probabilities(outside).any()
+
+
+def test_a_learned_mask_makes_conditionals() -> None:
+    """The joint is p(x) p(y | x), each over the temperature, and no longer the product."""
+    generator = torch.Generator().manual_seed(0)
+    rows, rank, size = 3, 2, 4
+    embeddings = torch.randn(VOCAB, size, generator=generator)
+    lm_head = torch.randn(VOCAB, size, generator=generator)
+    tensors = {
+        "mask.newest": torch.randn(2, size, size, generator=generator),
+        "mask.before": torch.randn(1, rank, size, generator=generator),
+        "mask.after": torch.randn(1, rank, size, generator=generator),
+    }
+    mask = LearnedMask(tensors)
+    ids = torch.arange(VOCAB)
+    tables = mask.tables(
+        ids, embeddings.__getitem__, lambda states: states @ lm_head.T + 0.5
+    )
+    first = torch.tensor([2, 0, 5])
+    heat = torch.tensor([[0.5], [1.0], [2.0]])
+    states = torch.randn(2, rows, size, generator=generator)
+    newest = embeddings[first][:, None]
+    read = [s + mask(token, newest) for token, s in enumerate(states, start=2)]
+    joint = candidates(
+        [state @ lm_head.T for state in read],
+        JointSettings(k=VOCAB),
+        first_token=first,
+        tables=tables,
+        heat=heat,
+    )
+    for row in range(rows):
+        one = (read[0][row] @ lm_head.T / heat[row]).softmax(-1)
+        both = torch.stack([newest.expand(-1, VOCAB, -1)[row], embeddings], 1)
+        after = states[1, row] + mask(3, both)
+        two = (after @ lm_head.T / heat[row]).softmax(-1)
+        x, y = joint.top.ids[:, row]
+        expected = (one[:, None] * two)[x[:, None], y]
+        torch.testing.assert_close(joint.uncut[2][row, 0], expected)

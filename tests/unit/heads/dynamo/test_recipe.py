@@ -9,6 +9,7 @@ import torch
 from conftest import Factory
 from overfitted import untrained
 
+from vllm_ppd.heads.cp.module import normed
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -42,18 +43,30 @@ def two_documents(length: int = 24) -> Batch:
     return Batch(ids, positions, counted=counted)
 
 
-@pytest.mark.parametrize("distillation", [0.0, 0.3, 1.0])
-def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
+@pytest.mark.parametrize(("distillation", "rank"), [(0.0, 0), (0.3, 4), (1.0, 4)])
+def test_loss_is_the_formula(
+    tiny_model: Factory, distillation: float, rank: int
+) -> None:
     """Head i at t: cross-entropy to the target's top-k at t + i - 1 and the text's
-    token t + i, and its gradient.
+    token t + i, given the tokens before by the learned mask, and its gradient.
     """
     recipe = recipe_of(
         tiny_model(),
         distillation=distillation,
         distillation_top_k=5,
+        mask_rank=rank,
+        train_vocab_size=200 if rank else 0,
     )
     batch = two_documents()
     target = recipe.target
+    ids = torch.arange(target.vocab_size)
+    if rank:
+        ids = torch.arange(7, 207)
+        recipe.use_vocabulary(ids)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in recipe.mask.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.05 * noise
     parameters = list(recipe.parameters())
     loss, counts = recipe.loss(batch)
     gradients = torch.autograd.grad(loss, parameters)
@@ -66,7 +79,16 @@ def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     expected = torch.zeros(())
     for i in (2, 3):
         hidden = target.norm(recipe.heads(i, *states.stem))
-        log_q = torch.log_softmax(hidden @ target.unembedding.T, -1)
+        if rank:
+            text = batch.input_ids
+            weights = recipe.mask.weights
+            read = [normed(target.embed(text.roll(-s, 1))) for s in (1, i - 1)]
+            hidden = hidden + read[0] @ weights["newest"][i - 2].T
+            if i > 2:
+                thin = read[1] @ weights["before"][i - 3].T
+                hidden = hidden + thin @ weights["after"][i - 3]
+        log_q = torch.zeros(2, 24, target.vocab_size)
+        log_q[..., ids] = (hidden @ target.unembedding[ids].T).log_softmax(-1)
         of_text = []
         of_target = []
         for t in range(24 - i):

@@ -45,7 +45,7 @@ def assert_learnt(
 
 
 FIGURES = {
-    "early": "exit 3/kl_nats",
+    "early": "exit 2/kl_nats",
     "cp": "distilled_nats",
     "dynamo": "head 2 distilled_nats",
     "recurrent": "distilled_nats",
@@ -135,7 +135,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
         steps=40,
         batch_size=1,
         evaluation_tokens=64,
-        learning_rate=1e-6,
+        head="classifier",
     )
     losses = curve(folder, "loss")
     assert 0 < len(losses) < 40 and min(losses) > 0
@@ -144,9 +144,13 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
 @pytest.mark.parametrize(
     ("kind", "options", "figure"),
     [
-        ("early", {"head": "classifier", "loss": "ce"}, "exit 3/ce_nats"),
-        ("early", {"accumulation": 2, "position_share": 0.5}, "exit 3/kl_nats"),
-        ("early", {"dtype": "bfloat16"}, "exit 3/kl_nats"),
+        (
+            "early",
+            {"head": "classifier", "learning_rate": 3e-3},
+            "exit 2/ce_nats",
+        ),
+        ("early", {"accumulation": 2, "position_share": 0.5}, "exit 2/kl_nats"),
+        ("early", {"dtype": "bfloat16"}, "exit 2/kl_nats"),
         (
             "cp",
             {"factorised": False, "condition": "none", "distillation": 0.0},
@@ -318,7 +322,7 @@ def test_heads_that_could_not_be_written_are_refused_at_the_start(
         train("dynamo", recipe="full", states_cache="there")
 
 
-def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
+def test_ppds_recipe_is_the_default_of_its_head() -> None:
     """PPD, Table 4, unless the user says otherwise."""
     make = partial(
         KINDS["early"].options,
@@ -326,11 +330,8 @@ def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
         data=("d",),
         out="o",
     )
-    published = make(head="classifier", loss="ce")
-    assert published.learning_rate == 2e-5
+    published = make(head="classifier")
+    assert (published.optimizer, published.learning_rate) == ("adamw", 2e-5)
     assert (published.batch_size, published.epochs) == (128, 3.0)
-    assert (
-        make(head="classifier", loss="ce", learning_rate=1e-3).learning_rate
-        == 1e-3
-    )
-    assert make(head="classifier").learning_rate == make().learning_rate == 5e-3
+    assert make(head="classifier", learning_rate=1e-3).learning_rate == 1e-3
+    assert make().optimizer == "muon"

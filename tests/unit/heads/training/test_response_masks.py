@@ -288,7 +288,6 @@ def test_an_end_is_added_where_there_is_none(
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"exit_layers": (2, 4)},
-    "early ce": {"exit_layers": (2, 4), "loss": "ce"},
     "early classifier": {"exit_layers": (2, 4), "head": "classifier"},
     "cp": {"rank": 2, "num_speculative_tokens": 2},
     "dynamo": {},

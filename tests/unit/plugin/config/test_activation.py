@@ -74,7 +74,7 @@ def test_heads_folder_gives_method_and_defaults(
     ):
         config = drafting(vllm_config)
         assert (config.method, config.model) == ("early", folder)
-        assert (config.exit_layer, config.num_speculative_tokens) == (2, 2)
+        assert (config.exits, config.num_speculative_tokens) == ((2, 4), 2)
         assert vllm_config.model_config.model == str(tiny_model())
     config = drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4}))
     assert config.exit_layer == 4

@@ -275,6 +275,16 @@ UNVERIFIED = {"verify": False}
             "heads of kind 'cp'; expected kind 'dynamo'",
         ),
         (
+            "cp",
+            {
+                "method": "ppd",
+                "model": None,
+                "exit_layer": 3,
+                "draft_vocab_size": 64,
+            },
+            "needs heads, whose token counts choose the tokens",
+        ),
+        (
             "dynamo",
             UNVERIFIED | {"draft_vocab_size": 99},
             "drafts are not verified",

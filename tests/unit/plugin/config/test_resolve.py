@@ -48,6 +48,18 @@ def test_several_exits(tiny_model: Factory) -> None:
     assert resolved({"method": "cp"}).exits == ()
 
 
+def test_heads_recommend_exits_among_which_the_policy_chooses(
+    tiny_model: Factory, tmp_path: Path
+) -> None:
+    folder = make_heads(
+        tmp_path / "heads", "early", tiny_model(), default_exit_layers=[4, 2]
+    )
+    given = {"model": str(folder)}
+    assert drafting(from_dict(tiny_model(), given)).exits == (2, 4)
+    alone = given | {"adaptive": False}
+    assert drafting(from_dict(tiny_model(), alone)).exits == (4,)
+
+
 @pytest.mark.parametrize(("num_layers", "split"), [(6, 3), (7, 4), (2, 1)])
 def test_stages_of_a_worker_group_are_split_in_the_middle(
     num_layers: int, split: int
