@@ -76,8 +76,11 @@ def resolve(
         serving = defaults.get("exit_layer")
         if isinstance(serving, list):
             # The best one comes first; only the policy chooses among several
-            several = options.adaptive and len(serving) > 1
-            defaults["exit_layer"] = sorted(serving) if several else serving[0]
+            defaults["exit_layer"] = (
+                sorted(serving)
+                if options.adaptive and len(serving) > 1
+                else serving[0]
+            )
     if stages > 1:
         # The stages' split d_bar is at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
