@@ -14,7 +14,7 @@ TRAIN  := $(OUT)/corpus/train.jsonl
 # The papers' recipes, over the defaults of `ppd train`: heads, losses, sizes, and base models that learn, too.
 RECIPE_transform-kl  := early --optimizer adamw --learning-rate 5e-3
 RECIPE_classifier-ce := early --head classifier
-DYNAMO               := dynamo --mask-rank 0 --optimizer adamw --distillation 0
+DYNAMO               := dynamo --mask-rank 0 --distillation 0
 RECIPE_t2            := $(DYNAMO) --num-speculative-tokens 1
 RECIPE_t3            := $(DYNAMO) --num-speculative-tokens 2
 RECIPE_t4            := $(DYNAMO) --num-speculative-tokens 3

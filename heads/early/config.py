@@ -176,8 +176,9 @@ class EarlyConfig(CountedHeads):
         """
         transform = parts.timing.transform_in_layers
         matrices = transform if self.head == "transform" else 0.0
-        whole = sampled(parts.matches.acceptance)[TRAINED]
-        by_size = {None: whole} | parts.matches.vocabulary
+        by_size = {
+            None: sampled(parts.matches.acceptance)[TRAINED]
+        } | parts.matches.vocabulary
         for size, by_layer in by_size.items():
             share = 1.0 if size is None else size / self.target.vocab_size
             measured = sorted(by_layer)
