@@ -274,7 +274,8 @@ def refuse_options(
     folder = quoted(options.model)
     last = config.num_layers - 1
     half = (config.num_layers + 1) // 2
-    if options.draft_vocab_size and (heads is None or config.stages > 1):
+    has_counts = heads is not None or config.learns
+    if options.draft_vocab_size and (not has_counts or config.stages > 1):
         raise OptionError(
             f"draft_vocab_size={options.draft_vocab_size} needs heads, whose token "
             "counts choose the tokens, and a single pipeline stage; leave it out"
