@@ -86,7 +86,7 @@ class _TokenLogProbs(torch.autograd.Function):
         # weights, since near the optimum bfloat16 rounds two sums by more than they
         # differ.
         others = None
-        slopes = None  # of the tokens' logits, if those are capped
+        slopes: Any = None  # of the tokens' logits, if those are capped
         if cap is not None:
             slopes = torch.empty_like(result)
         if ctx.needs_input_grad[0]:
@@ -95,12 +95,12 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = _logits(states[part], unembedding, bias, cap)
             total = torch.logsumexp(logits, dim=-1, keepdim=True)
             result[part] = logits.gather(1, tokens[part]) - total
-            if slopes is not None:
+            if cap is not None:
                 slope = _slopes(logits, cap)
                 slopes[part] = slope.gather(1, tokens[part])
             if others is not None:
                 probs = logits.sub_(total).exp_()
-                if slopes is not None:
+                if cap is not None:
                     probs.mul_(slope)
                 probs.scatter_(1, tokens[part], 0.0)
                 others[part] = _product(probs.to(dtype), unembedding)

@@ -188,10 +188,11 @@ def test_two_processes_train_what_one_does(
     tmp_path: Path,
 ) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
-    assert main(command(steps=6, out="alone")) == 0
+    settings = {"steps": 6, "optimizer": "adamw"}
+    assert main(command(out="alone", **settings)) == 0
     launch = f"{PPD[0]} -m torch.distributed.run --nproc-per-node 2".split()
     run = subprocess.run(
-        [*launch, *PPD[1:], *command(steps=6, out="several")],
+        [*launch, *PPD[1:], *command(out="several", **settings)],
         capture_output=True,
         text=True,
     )

@@ -157,4 +157,5 @@ def test_the_best_weights_are_written(
     assert facts["held_out_after_step"] == best
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert torch.equal(tensor, seen[best][name])
-        assert not torch.equal(tensor, seen[steps][name])
+        if name != "token_counts":
+            assert not torch.equal(tensor, seen[steps][name])
