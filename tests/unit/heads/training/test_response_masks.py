@@ -376,7 +376,7 @@ def test_ends_of_short_answers_are_learnt(
     for rule in (all_ahead, ahead):
         torch.manual_seed(0)
         made = untrained(
-            tiny_model(), "cp", rank=1, positions=4, distillation=0.0
+            tiny_model(), "cp", rank=1, num_speculative_tokens=3, distillation=0.0
         )
         states = made.states(batch)
         with monkeypatch.context() as patch:
