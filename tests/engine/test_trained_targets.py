@@ -103,21 +103,24 @@ def test_as_many_drafts_are_accepted_as_foretold(
         sequence_length=64,
         batch_size=4,
         learning_rate=3e-3,
-        precision="float32",
+        dtype="float32",
         device="cpu",
         rank=1,
-        positions=DRAFTS + 1,
         num_speculative_tokens=DRAFTS,
         train_vocab_size=200,
     )
     loop.train(trained)
     (architecture,) = load_config(heads).verifier_architectures
     assert architecture == type(target.model).__name__
-    options = f"--prompts 8 --new-tokens {TOKENS} --device cpu --no-recommend"
+    options = f"--num-prompts 8 --output-len {TOKENS} --device cpu --no-recommend"
     assert main(f"calibrate {heads} --data {data} {options}".split()) == 0
     calibration = open_calibration(
         CalibrationOptions(
-            heads=heads, data=(data,), prompts=8, new_tokens=TOKENS, device="cpu"
+            heads=heads,
+            data=(data,),
+            num_prompts=8,
+            output_len=TOKENS,
+            device="cpu",
         )
     )
     settings: dict[str, Any] = {}

@@ -44,7 +44,7 @@ def launches(llm: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "options", [METHODS["cp"], METHODS["cp"] | LOOKUP, ALONE | {"learn": False}]
+    "options", [METHODS["cp"], METHODS["cp"] | LOOKUP, ALONE]
 )
 def test_such_a_step_launches_what_vllms_does(
     engine: Factory, drafting: Factory, options: dict[str, Any]
