@@ -49,8 +49,9 @@ def launches(llm: Any) -> Iterator[list[int]]:
 def test_such_a_step_launches_what_vllms_does(
     engine: Factory, drafting: Factory, options: dict[str, Any]
 ) -> None:
-    # A text that is searched is copied to the device when its request begins.
-    first = int("prompt_lookup_min" in options)
+    # When a request begins, vLLM clears its drafts, and a text that is searched is copied
+    # to the device.
+    first = 1
 
     def counts(llm: Any, **settings: Any) -> list[int]:
         generate(llm, LONG, greedy(**settings))
