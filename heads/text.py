@@ -48,9 +48,8 @@ def first_problem(
     """
     problem = error.errors(include_url=False, include_context=False)[0]
     message = problem["msg"].removeprefix("Value error, ")
-    message = message.replace("Input should be", "must be").split(", unable to")[
-        0
-    ]
+    message = message.replace("Input should be", "must be")
+    message, _, _ = message.partition(", unable to")
     message = shortened(message, 120)
     if not problem["loc"]:  # the message names the fields
         return message

@@ -174,7 +174,7 @@ def digest(symbol: str) -> str:
     except (ImportError, AttributeError):
         return "gone"
     if inspect.isclass(value):
-        fields = sorted(getattr(value, "__annotations__", {}))
+        fields = sorted(_own_fields(value))
         try:
             return _hash(f"{fields} {list(inspect.signature(value).parameters)}")
         except (TypeError, ValueError):
@@ -189,6 +189,14 @@ def digest(symbol: str) -> str:
             ast.parse(textwrap.dedent(inspect.getsource(value)))
         )
     return _hash(type(value).__name__)
+
+
+def _own_fields(value: type) -> set[str]:
+    """Without those of its bases, which some libraries copy into a class at run time."""
+    fields = set(getattr(value, "__annotations__", {}))
+    for base in value.__mro__[1:]:
+        fields -= set(getattr(base, "__annotations__", {}))
+    return fields
 
 
 def _source_in_module(symbol: str) -> ast.FunctionDef | None:

@@ -105,13 +105,15 @@ def unpack(options: UnpackOptions) -> int:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     prompts = {}
-    for line in Path(options.prompts).read_text(encoding="utf-8").splitlines():
-        messages = json.loads(line)["messages"]
-        rendered = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
-        ids = rendered["input_ids"]
-        prompts[digest_of_value(ids)[:DIGITS]] = ids
+    with open(options.prompts, encoding="utf-8") as file:
+        for line in file:
+            rendered = tokenizer.apply_chat_template(
+                json.loads(line)["messages"],
+                add_generation_prompt=True,
+                return_dict=True,
+            )
+            ids = rendered["input_ids"]
+            prompts[digest_of_value(ids)[:DIGITS]] = ids
     written = 0
     with (
         lzma.open(options.answers, "rt") as packed,

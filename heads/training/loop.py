@@ -252,7 +252,7 @@ class Run:
                 if (part, length) == parts[0]:
                     raise TrainingError(
                         f"no window has a response of {row}, which {part} needs to "
-                        "learn; give longer responses"
+                        "learn; add longer responses"
                     )
                 self.processes.say(
                     f"{part} is not trained: no response has {row}; {instead}"

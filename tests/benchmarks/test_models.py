@@ -15,7 +15,7 @@ import torch
 from cases import generate, greedy
 from conftest import DEMO, ROOT, accepting, start_engine, write_texts
 from heads_folders import config_of
-from records import templated, write
+from records import templated
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -190,7 +190,12 @@ def test_answers_come_back_with_the_prompts_that_are_there(
             line = {"prompt": digest, "token_ids": answer, "end": "stop"}
             lines.write(json.dumps(line) + "\n")
     chat = {"messages": [{"role": "user", "content": "two"}]}
-    write(tmp_path / "prompts", chat)
+    # U+2028 ends a line for str.splitlines, not in a file of JSON lines
+    other = {"messages": [{"role": "user", "content": "a\u2028b"}]}
+    lines_of_prompts = [
+        json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in (other, chat)
+    ]
+    (tmp_path / "prompts").write_text("".join(lines_of_prompts), encoding="utf-8")
     given = {name: str(tmp_path / name) for name in ("answers", "prompts", "out")}
     unpack(UnpackOptions(model=str(tmp_path), **given))
     assert json.loads((tmp_path / "out").read_text()) == {

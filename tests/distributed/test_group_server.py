@@ -62,9 +62,7 @@ def test_a_stage_that_dies_ends_the_server(
             answers.append(error)
 
     try:
-        line = (
-            "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates"
-        )
+        line = "method group: 2 pipeline stages of 3 and 3 layers, 2 candidates"
         assert line in server.log.read_text()
         assert server.complete().json()["usage"]["completion_tokens"] == 24
         metrics = server.metrics()

@@ -315,7 +315,11 @@ def test_text_after_reasoning(server: Server) -> None:
 
 
 def test_a_grammar_holds_after_the_reasoning(server: Server) -> None:
-    answer = with_most_drafts_accepted(server, "number", response_format=JSON)
+    answer = with_most_drafts_accepted(
+        server,
+        "number",
+        response_format=JSON,
+    )
     assert answer["reasoning"] == "count them all first"
     assert json.loads(answer["content"]) == {"a": 127, "b": "none of them"}
 

@@ -92,7 +92,12 @@ def test_two_ranks_learn(
 
 
 SAMPLED = [
-    SamplingParams(temperature=0.8, seed=i, max_tokens=16, ignore_eos=True)
+    SamplingParams(
+        temperature=0.8,
+        seed=i,
+        max_tokens=16,
+        ignore_eos=True,
+    )
     for i in range(4)
 ]
 # Variants, and how many numbers every rank holds of each: the low-rank experts

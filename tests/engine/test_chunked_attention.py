@@ -38,8 +38,16 @@ def test_output_is_vllms_across_chunks(
 ) -> None:
     """Metadata are built again for each pass, whatever the builder's base class updates."""
     builder = CPUAttentionMetadataBuilder
-    monkeypatch.setattr(builder, "supports_draft_decode_metadata_update", True)
-    monkeypatch.setattr(builder, "update_draft_decode_metadata", lambda *_: None)
+    monkeypatch.setattr(
+        builder,
+        "supports_draft_decode_metadata_update",
+        True,
+    )
+    monkeypatch.setattr(
+        builder,
+        "update_draft_decode_metadata",
+        lambda *_: None,
+    )
     requests = [
         {"prompt_token_ids": [(7 * i + j) % 250 + 2 for j in range(20 + 5 * i)]}
         for i in range(2)

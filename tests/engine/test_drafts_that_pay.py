@@ -100,7 +100,11 @@ def test_own_numbers_of_drafts(
                 accepted[bound].append(len(sampled) - 1)
         return stock(step, output)
 
-    monkeypatch.setattr(scheduler, "update_from_output", update_from_output)
+    monkeypatch.setattr(
+        scheduler,
+        "update_from_output",
+        update_from_output,
+    )
     params = [greedy(extra_args={"ppd_num_drafts": n}) for n in own]
     expected = generate(engine(), requests, greedy())
     assert generate(llm, requests, params) == expected

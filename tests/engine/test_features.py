@@ -118,7 +118,11 @@ def test_kv_connector(
     )
     expected = generate(engine(), requests, greedy())
     # One a process, and its end is the test's
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
+    monkeypatch.setattr(
+        kv_transfer_state,
+        "_KV_CONNECTOR_AGENT",
+        None,
+    )
     # The connector stores prompts that are taken in at once.
     llm = start_engine(
         tiny_model(),
@@ -165,7 +169,11 @@ def test_sleep_level_1(
         lambda self: True,
     )
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
-    monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: None)
+    monkeypatch.setattr(
+        DraftingWorker,
+        "wake_up",
+        lambda self, tags=None: None,
+    )
     llm = drafting(
         METHODS[name], enable_sleep_mode=True, enable_prefix_caching=True
     )

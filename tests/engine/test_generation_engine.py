@@ -155,7 +155,11 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False
     )
-    monkeypatch.setattr(generation, "cpu_computes_bfloat16", lambda: False)
+    monkeypatch.setattr(
+        generation,
+        "cpu_computes_bfloat16",
+        lambda: False,
+    )
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 

@@ -53,11 +53,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def expected(engine: Factory) -> list[list[int]]:
-    return generate(
-        engine(),
-        REQUESTS,
-        greedy(LENGTH),
-    )
+    return answers(engine())
+
+
+def answers(llm: Any, **params: Any) -> list[list[int]]:
+    return generate(llm, REQUESTS, greedy(LENGTH, **params))
 
 
 def learning(llm: Any) -> bool:
@@ -68,12 +68,7 @@ def teach(llm: Any, expected: list[list[int]], **params: Any) -> Counter[str]:
     """Ask until learning has ended, and compare each answer."""
     with counting(llm) as seen:
         for _ in range(8):
-            answers = generate(
-                llm,
-                REQUESTS,
-                greedy(LENGTH, **params),
-            )
-            assert answers == expected
+            assert answers(llm, **params) == expected
             if not learning(llm):
                 break
     return seen
@@ -85,14 +80,7 @@ def accepted_of_heads(llm: Any, expected: list[list[int]]) -> int:
     lookup.gains.fill_(-LIMIT)
     shortest, lookup.shortest = lookup.shortest, 1000
     with counting(llm) as seen:
-        assert (
-            generate(
-                llm,
-                REQUESTS,
-                greedy(LENGTH),
-            )
-            == expected
-        )
+        assert answers(llm) == expected
     lookup.shortest = shortest
     lookup.forget()
     return seen["accepted"]
@@ -121,14 +109,7 @@ def test_learned_heads_draft(
     if not adaptive:
         assert accepted_of_heads(llm, expected) > 50
     with counting(llm) as seen:
-        assert (
-            generate(
-                llm,
-                REQUESTS,
-                greedy(LENGTH),
-            )
-            == expected
-        )
+        assert answers(llm) == expected
     assert not seen["learned_positions"]
 
 
@@ -231,7 +212,7 @@ def test_nothing_is_launched_where_nothing_was_gained(
     assert not learning(llm) and not seen["learned_solutions"]
     never = PPD | {"learn": False, "num_speculative_tokens": 3}
     other = start_engine(tiny_model(), never | {"prompt_lookup_min": 2}, **SYNC)
-    assert generate(other, REQUESTS, greedy(LENGTH)) == expected
+    assert answers(other) == expected
     ended = operators(llm)
     assert ended.keys() == operators(other).keys()
     only_learning = while_learning.keys() - ended.keys()

@@ -62,7 +62,11 @@ def scheduler(tiny_model: Factory) -> Factory:
 
 def serve(scheduler: Scheduler, accepted: int) -> list[int]:
     """The drafts that each step makes for a request, so many of which are accepted."""
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+    )
     scheduler.add_request(Request("one", [1, 2], params, None))
     drafts = []
     waiting: list[Any] = []

@@ -87,7 +87,11 @@ class Unrepeated(LogitsProcessor):
             ctx.expanded_idx_mapping, (ctx.pos - 1).clamp(min=0)
         ]
         drafted = ctx.input_ids.roll(1)
-        before = torch.where(ctx.expanded_local_pos > 0, drafted, committed)
+        before = torch.where(
+            ctx.expanded_local_pos > 0,
+            drafted,
+            committed,
+        )
         for tokens in (ctx.input_ids, before):
             forbidden = torch.zeros_like(logits, dtype=torch.bool)
             forbidden.scatter_(1, tokens.long()[:, None], rows[:, None])

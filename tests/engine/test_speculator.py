@@ -82,7 +82,11 @@ def test_a_step_that_failed_changes_nothing_of_those_to_come(
             raise RuntimeError("sampler of a test")
         return stock(*args, **kwargs)
 
-    monkeypatch.setattr(runner.sampler, "apply_sampling_params", fails_once)
+    monkeypatch.setattr(
+        runner.sampler,
+        "apply_sampling_params",
+        fails_once,
+    )
     with pytest.raises(RuntimeError, match="sampler of a test"):
         generate(llm, requests, params)
     unfinished = list(llm.llm_engine.output_processor.request_states)

@@ -185,7 +185,11 @@ def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
     )
     retrained = kept_in(tiny_model(), options)
     assert retrained != first
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: "9.9.9",
+    )
     assert kept_in(tiny_model(), options) != retrained
 
 

@@ -31,7 +31,11 @@ def test_acceptance_is_what_it_was(name: str) -> None:
     engine = llm.llm_engine
     scheduler = scheduler_of(llm)
     # Greedy text ends in a loop, which the heads do not know and lookups do.
-    params = greedy(TOKENS, temperature=0.0 if "lookup" in name else 0.8, seed=1)
+    params = greedy(
+        TOKENS,
+        temperature=0.0 if "lookup" in name else 0.8,
+        seed=1,
+    )
 
     def accepted_late(drafting_early: bool) -> int:
         """Accepted drafts of a request's last tokens, those behind the first STEPS."""

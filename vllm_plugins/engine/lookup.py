@@ -73,9 +73,8 @@ class Lookup:
         # Of each request row, and one more for padding
         self._taken = DeviceCounts(rows + 1, device)
         self._began = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        self._admitted: list[
-            int
-        ] = []  # rows of which the device does not know yet
+        # Rows of new requests of which the device does not know yet
+        self._admitted: list[int] = []
         self._trials = torch.zeros(
             rows + 1, 1 + 2 * drafts, dtype=torch.int64, device=device
         )

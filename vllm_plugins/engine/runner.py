@@ -165,7 +165,8 @@ class DraftingRunnerMixin(UpdatedRunner):
                 taken = lookup.taken(rows)
                 setattr(output.model_runner_output, MATCHED, taken)
             report = self.speculator.follow(self._orders)
-            setattr(output.model_runner_output, LEARNED, report)
+            if report is not None:
+                setattr(output.model_runner_output, LEARNED, report)
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:

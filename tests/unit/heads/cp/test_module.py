@@ -100,7 +100,11 @@ class Made:
         for s, token in enumerate((*before[head.lead :], None)):
             if head.lead:
                 embedded = self.embeddings[before[s]]
-                recurrent = recurrent_state(named, recurrent, embedded)
+                recurrent = recurrent_state(
+                    named,
+                    recurrent,
+                    embedded,
+                )
             if head.lead:
                 states = recurrent + named["up"] @ named["down"] @ recurrent
             elif self.unembedding is not None:

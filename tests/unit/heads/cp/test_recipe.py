@@ -201,7 +201,10 @@ def test_loss_is_the_formula(
         is_text = text[:, s - 1, None] == ids
         seen, place = (is_text & known[:, None]).nonzero().unbind(1)
         nll = nll - mixed[seen, place].sum()
-        moved = torch.log_softmax(weights[seen] + factors[seen, :, place], dim=-1)
+        moved = torch.log_softmax(
+            weights[seen] + factors[seen, :, place],
+            dim=-1,
+        )
         weights = weights.index_copy(0, seen, moved)
     expected = (total + 0.3 * nll) / len(rows) + 0.1 * balance_loss(gates)
     torch.testing.assert_close(

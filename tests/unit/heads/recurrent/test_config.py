@@ -64,7 +64,11 @@ def refused(readers: Readers, tmp_path: Path) -> Factory:
     """refused(layout, damage, message): a published folder, damaged."""
 
     def check(layout: str, damage: Damage, message: str) -> None:
-        folder = publish(tmp_path / "recurrent", layout, "speculator.")
+        folder = publish(
+            tmp_path / "recurrent",
+            layout,
+            "speculator.",
+        )
         damage(folder)
         readers.assert_refused(message, folder, *WITH_TARGET)
 
