@@ -94,13 +94,11 @@ def drafted(
         targets = ahead(targets, range(1, drafts + 1)).flatten(0, 1)
         for rows in torch.arange(len(tokens)).split(size):
             first = tokens[rows, 0]
-            newest = target.embed(first)[:, None]
-            factors = []
-            for token, hidden in enumerate(states, start=2):
-                state = hidden[rows]
-                if calibration.config.mask_rank:
-                    state = state + mask(token, newest)
-                factors.append(logits_at(target, state, 0.0)[:, ids])
+            read = [state[rows] for state in states]
+            factors = [
+                logits_at(target, state, 0.0)[:, ids]
+                for state in mask.masked(read, target.embed(first))
+            ]
             joint = candidates(
                 factors,
                 settings,

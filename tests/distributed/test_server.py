@@ -265,6 +265,8 @@ def streamed(server: Server, said: str, **body: Any) -> dict[str, Any]:
                     for part in ("name", "arguments"):
                         text = call["function"].get(part) or ""
                         answer[f"{part} {call['index']}"] += text
+    # vLLM's parser keeps the token where a busy server streams it with the next one.
+    answer["reasoning"] = answer["reasoning"].removeprefix("<think>")
     return answer
 
 

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     example_hidden_states_connector as connector,
 )
+from vllm.distributed.kv_transfer.kv_transfer_state import (
+    ensure_kv_transfer_shutdown,
+)
 
 from vllm_ppd.heads.cp.config import CPOptions
 from vllm_ppd.heads.errors import TrainingError
@@ -86,6 +89,7 @@ def test_states_are_those_of_transformers(
         assert check_folder(heads).kind == "cp"
     (engine,) = engines
     keep_alive(engine)
+    ensure_kv_transfer_shutdown()  # the connector of this process
     theirs, ours = (
         sorted((tmp_path / source / "states").glob("*/*-*.safetensors"))
         for source in ("vllm", "transformers")

@@ -19,6 +19,7 @@ from vllm_ppd.heads.dynamo.calibration import head_states
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
+from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
 from vllm_ppd.heads.folder import load_tensors
 from vllm_ppd.heads.training.target import Target
@@ -67,19 +68,27 @@ def choices_along(
     heads.load(tensors)
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
-    log_probs = [
-        logits_at(target, states, 0.0).log_softmax(-1)
-        for states in head_states(calibration, heads, batch)
-    ]
+    _, *states = head_states(calibration, heads, batch)
+    first_token = torch.tensor([*tokens[1:], 0])
+    mask = LearnedMask(tensors)
+    masked = mask.masked(states, target.embed(first_token))
     settings = config.sampling.model_copy(update={"eps_b": eps_b})
     counts = CoOccurrence.from_tensors(tensors)
-    first_token = torch.tensor([*tokens[1:], 0])
     joint = candidates(
-        log_probs[1:], settings, counts and counts.ngrams, first_token
+        [logits_at(target, state, 0.0) for state in masked],
+        settings,
+        counts and counts.ngrams,
+        first_token,
+        tables=mask.tables(
+            torch.arange(target.vocab_size),
+            target.embed,
+            lambda rows: logits_at(target, rows, 0.0),
+        ),
     )
     return joint.back_off(settings)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])
 def test_n_grams_are_those_of_algorithm_1(
     unverified: Any,

@@ -79,12 +79,8 @@ class DynaMoDrafter(Drafter):
         vocabulary = self.vocabulary
         states = self.states[:, step.places]
         if self.mask.weights:
-            newest = self.target.embed(step.newest_ids)[:, None]
-            read = [
-                state + self.mask(token, newest)
-                for token, state in enumerate(states, start=2)
-            ]
-            states = torch.stack(read)
+            newest = self.target.embed(step.newest_ids)
+            states = self.mask.masked(states, newest)
         # One read of the LM head
         logits = vocabulary.logits(states.flatten(0, 1)).float()
         scores = logits.unflatten(0, states.shape[:2])

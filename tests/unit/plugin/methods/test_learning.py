@@ -12,7 +12,7 @@ import torch
 from learned import SMALL, learn_from_few
 from torch import Tensor
 
-from vllm_ppd.heads.cp.recipe import ridge
+from vllm_ppd.heads.training.ridge import Ridge
 from vllm_ppd.vllm_plugins.draft_length import learning as module
 from vllm_ppd.vllm_plugins.draft_length.learning import (
     Learning,
@@ -292,11 +292,11 @@ def test_a_linear_target_is_learned() -> None:
     for block in blocks:
         learner.use(block)
     list(learner.solve())
-    inputs = []
+    ridge = Ridge(D)
     for block in blocks:
         read = learner._inputs(block.states[:, 0], block.tokens[:, 0])
-        inputs.append((read, block.states[:, 1] - block.states[:, 0]))
-    expected, _ = ridge(inputs, D)
+        ridge.add(read, block.states[:, 1] - block.states[:, 0])
+    expected, _ = ridge.solve()
     drift = (learner.solution.double() - expected).norm() / expected.norm()
     assert drift < 0.05
     solutions, accepted, gained, squares = learner.result.seen.tolist()
