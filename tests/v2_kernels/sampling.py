@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu.sample import (
     penalties,
 )
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
-from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
 from vllm_ppd.vllm_plugins.engine.cpu import sampling as ours
 
@@ -308,33 +307,6 @@ def test_bad_words():
     )
     assert logits.isinf().any()
     return logits
-
-
-@both_ways("_trace_replay_kernel", seeds=3)
-def test_traces():
-    sampled = torch.full((5,), -7)
-    apply_trace_tokens(
-        sampled,
-        torch.tensor([3, -1, 0, 6, 2]),
-        ints(
-            0,
-            V,
-            ROWS,
-            90,
-        ),
-        by_row(
-            0,
-            5,
-            5,
-            9,
-            5,
-            5,
-            3,
-        ).int(),
-        ints(10, 14, ROWS),
-        ints(10, 11, ROWS),
-    )
-    return sampled
 
 
 @pytest.mark.parametrize("sampled", [[1, 1, 1, 1], [1, 2, 2, 0]])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of structured_outputs.py, metrics/logits.py and of sample: min_p.py,
-trace_replay.py, output.py, logprob.py, prompt_logprob.py and gumbel.py.
+"""Kernels of structured_outputs.py, metrics/logits.py and of sample: min_p.py, output.py,
+logprob.py, prompt_logprob.py and gumbel.py.
 
 vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise depends on
 seed, position and token alone. It is made of 32 or 53 random bits and so is bounded: a
@@ -53,20 +53,6 @@ def apply_min_p(
     for row in np.flatnonzero(shares):
         values = logits[row]
         values[values < values.max() + np.log(shares[row])] = -np.inf
-
-
-def replay_trace(
-    sampled: ndarray,  # [requests] int64, changed in place
-    idx_mapping: ndarray,  # [requests] request rows, -1: padding
-    trace_token_ids: ndarray,  # [request rows, max_model_len]
-    trace_len: ndarray,  # [request rows]
-    total_len: ndarray,  # [request rows]
-    prompt_len: ndarray,  # [request rows]
-) -> None:
-    """Put the tokens of requests' traces in place of the sampled ones."""
-    steps = total_len[idx_mapping] - prompt_len[idx_mapping]
-    traced = (idx_mapping >= 0) & (steps >= 0) & (steps < trace_len[idx_mapping])
-    sampled[traced] = trace_token_ids[idx_mapping[traced], steps[traced]]
 
 
 def compact_sampling_mask(
