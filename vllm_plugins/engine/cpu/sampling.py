@@ -30,7 +30,6 @@ from vllm_ppd.vllm_plugins.engine.cpu.tables import (
     unpacked,
 )
 
-DRAFT_SALT = 1 << 30  # added to the positions of draws that draft
 SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
 # Noise is within (-2.82, 22.9) from 32 bits, and within (-3.63, 36.8) from 53.
 RANGE_32 = 26.0
@@ -191,28 +190,19 @@ def apply_temperature(
 def gumbel_sample(
     local_argmax: ndarray,  # [logits, blocks] int64, of each block of the vocabulary
     local_max: ndarray,  # [logits, blocks]
-    logits_cache: Tensor | None,
     logits: Tensor,  # [logits, V]
     expanded_idx_mapping: ndarray,  # [logits] request rows, -1: padding
     seeds: ndarray,  # [request rows] int64
     pos: ndarray,  # [logits]
     temp: ndarray,  # [request rows]
-    IS_DRAFTING: bool,
-    APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
 ) -> None:
     """Draw a token of each row: by the greatest logit at temperature 0, else by the
-    greatest sum.
+    greatest sum. Temperatures are applied before, as only vLLM's own drafters ask for it
+    here, which do not run on this runner.
 
     The drawn token is written as the first block's. The other blocks lose against it.
-
-    Raises:
-        NotImplementedError: if logits are to be kept, as vLLM's own drafters ask for.
     """
-    if logits_cache is not None:
-        raise NotImplementedError(
-            "vLLM's own drafters have no kernels on the CPU"
-        )
     temperatures = np.where(
         expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0
     )
@@ -225,15 +215,11 @@ def gumbel_sample(
     noise_range = RANGE_53 if USE_FP64 else RANGE_32
     for row in np.flatnonzero(temperatures):
         values = all_values[row]
-        if APPLY_TEMPERATURE:
-            values = values / temperatures[row]
         candidates = np.flatnonzero(values >= values[drawn[row]] - noise_range)
         if len(candidates) < 2:
             continue
         seed = int(seeds[expanded_idx_mapping[row]])
         position = int(pos[row])
-        if IS_DRAFTING:
-            position += DRAFT_SALT
         if len(candidates) > MANY and not USE_FP64:
             candidates = contenders(
                 values, candidates, int(drawn[row]), seed, position
