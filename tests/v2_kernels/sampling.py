@@ -56,11 +56,10 @@ def test_temperature():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize("drafting", [False, True])
 @both_ways("_gumbel_sample_kernel")
-def test_draws(dtype, precise, drafting):
+def test_draws(dtype, precise):
     """Flat and peaked rows, equal logits, rows with one token left or none, padding,
-    greedy requests; with the temperature applied where drafts are drawn.
+    greedy requests.
     """
     logits = (6 * torch.rand(24, 1) * torch.randn(24, V)).to(dtype)
     logits[0] = 0.0
@@ -83,8 +82,8 @@ def test_draws(dtype, precise, drafting):
         ),
         torch.randint(-(1 << 62), 1 << 62, (ROWS,)),
         torch.randint(0, 1 << 20, (24,)),
-        drafting,
-        drafting,
+        is_drafting=False,
+        apply_temperature=False,
         use_fp64=precise,
     )
 
