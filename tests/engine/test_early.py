@@ -33,7 +33,11 @@ from vllm_ppd.vllm_plugins.methods.early.speculator import GraphsByExit
 
 pytestmark = pytest.mark.engine
 EARLY = METHODS["early"]
-EXITS = {"method": "early", "exit_layer": [3, 5], "adaptive": "table"}
+EXITS = {
+    "method": "early",
+    "exit_layer": [3, 5],
+    "adaptive": "table",
+}
 
 
 def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:

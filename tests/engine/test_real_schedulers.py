@@ -39,7 +39,11 @@ def scheduler(tiny_model: Factory) -> Factory:
     """scheduler(rank, **settings): of one of two data-parallel engines that draft."""
 
     def get(rank: int, **settings: Any) -> DraftingScheduler:
-        options = {"method": "early", "exit_layer": 3, "adaptive": "table"}
+        options = {
+            "method": "early",
+            "exit_layer": 3,
+            "adaptive": "table",
+        }
         vllm_config = from_dict(
             tiny_model(), options, enable_prefix_caching=False, **settings
         )
@@ -159,7 +163,12 @@ def test_steps_are_described_and_learnt(
     assert asked[-1] == (3, 0, names, kinds)
     assert seen[-1][2:] == (names, kinds, [1 + K, 1])
     add("prompt", 150, 0.0, True)
-    step = run(greedy=1, sampling=1, out=1, prompt=0)
+    step = run(
+        greedy=1,
+        sampling=1,
+        out=1,
+        prompt=0,
+    )
     tokens = made.max_num_scheduled_tokens
     assert step.prompt_tokens == tokens - 3 * (1 + K)
     assert asked[-1][:3] == (3, min(tokens, 150 - step.prompt_tokens), names)
