@@ -255,9 +255,27 @@ HAND_MADE = ("hand-made", {"exit_layers": (4,), "noise": 0.05})
 # CP heads of experts without a condition, of a state that reads the drafts, and whole
 # classifiers.
 PLAIN = ("cp", {"rank": 3, "condition": "none"})
-RECURRENT = ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4})
-WHOLE = ("cp", {"rank": 2, "factorised": False, "condition": "none"})
-DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
+RECURRENT = (
+    "cp",
+    {
+        "rank": 3,
+        "condition": "recurrent",
+        "expert_rank": 4,
+    },
+)
+WHOLE = (
+    "cp",
+    {
+        "rank": 2,
+        "factorised": False,
+        "condition": "none",
+    },
+)
+DYNAMO = {
+    "method": "dynamo",
+    "eps_b": 0.1,
+    "heads": ("dynamo", {}),
+}
 # Every case must hold for each of them. "heads" names what is filled in as the model: a kind of
 # heads and how they are made.
 MIDDLE = {"method": "early", "exit_layer": 3}
@@ -295,8 +313,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 7,
         "draft_sample_method": "greedy",
     },
-    "exits": {"method": "early", "exit_layer": [2, 4], "adaptive": True},
-    "cut-off": MIDDLE | {"disable_by_batch_size": 9},
+    "exits": {
+        "method": "early",
+        "exit_layer": [2, 4],
+        "adaptive": True,
+    },
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
     "cp-layers": {
@@ -309,8 +330,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "draft_vocab_size": 100,
         "heads": RECURRENT,
     },
-    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": WHOLE},
-    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": WHOLE},
+    "cp-full": {
+        "method": "cp",
+        "num_speculative_tokens": 2,
+        "heads": WHOLE,
+    },
+    "cp-full-short": {
+        "method": "cp",
+        "draft_vocab_size": 60,
+        "heads": WHOLE,
+    },
     "dynamo-short": {**DYNAMO, "draft_vocab_size": 100},
     "dynamo": DYNAMO,
     "dynamo-2": {
@@ -321,7 +350,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "lookup": MIDDLE | {"prompt_lookup_min": 1},
     "lookup-alone": {"method": "lookup", "prompt_lookup_min": 1},
-    "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
+    "cp-lookup": {
+        "method": "cp",
+        **LOOKUP,
+        "heads": ("cp", {"rank": 3}),
+    },
     "dynamo-lookup": DYNAMO | LOOKUP,
     "recurrent": {
         "method": "recurrent",

@@ -41,7 +41,11 @@ def from_dict(
     model: Path, speculative_config: dict[str, Any] | None, **settings: Any
 ) -> Any:
     """The VllmConfig of LLM(model, speculative_config=...)."""
-    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, **settings}
+    settings = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 1 << 24,
+        **settings,
+    }
     return EngineArgs(
         model=str(model), speculative_config=speculative_config, **settings
     ).create_engine_config()

@@ -13,10 +13,17 @@ import pytest
 from conftest import DEMO, ROOT
 from records import templated, write
 
+from vllm_ppd.benchmarks import decode
 from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
-from vllm_ppd.benchmarks.storage import BASE, CONTROL, BenchError, Results
-from vllm_ppd.benchmarks.systems import DecodeOptions, systems_of
+from vllm_ppd.benchmarks.storage import (
+    BASE,
+    CONTROL,
+    Batch,
+    BenchError,
+    Results,
+)
+from vllm_ppd.benchmarks.systems import DecodeOptions, System, systems_of
 from vllm_ppd.vllm_plugins.cli.arguments import parse
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
@@ -25,7 +32,12 @@ CP = str(DEMO.parent / "heads" / "cp")
 
 def options(**changes: Any) -> DecodeOptions:
     return DecodeOptions(
-        **{"model": "model", "data": ("a.jsonl",), "baselines": "none", **changes}
+        **{
+            "model": "model",
+            "data": ("a.jsonl",),
+            "baselines": "none",
+            **changes,
+        }
     )
 
 
@@ -54,10 +66,82 @@ def turns(folder: Path) -> list[dict[str, Any]]:
     return list(run["turns"])
 
 
+class FakeEngine:
+    """In place of an engine's process; Ctrl-C comes when its calls are used up."""
+
+    calls = 0
+
+    def __init__(self, system: System, *_: Any) -> None:
+        self.name = system.name
+        if self.name == "broken":
+            raise BenchError("broken: does not start")
+
+    def call(self, _: Any, prompts: Batch, new_tokens: int, *__: Any) -> Any:
+        FakeEngine.calls -= 1
+        if not FakeEngine.calls:
+            raise KeyboardInterrupt
+        counts = dict.fromkeys(("draft_tokens", "accepted_tokens"), 0)
+        return {
+            "token_ids": [[7] * new_tokens] * len(prompts),
+            "window_tokens": 9,
+            "window_seconds": FakeEngine.calls,
+            "peak_bytes": None,
+            **counts,
+        }
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_stopped_run_continues(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """Whole trials stay as they are; the one that was stopped is measured again as a
+    whole. A system that does not start is left out.
+    """
+    monkeypatch.setattr(decode, "EngineProcess", FakeEngine)
+    command.append('--contender=broken={"method": "ngram"}')
+    # Three to warm up, and four turns
+    FakeEngine.calls = 8
+    assert main(command) == 130
+    before = turns(tmp_path)
+    assert len(before) == 4
+    FakeEngine.calls = 99
+    assert main(command) == 0
+    after = turns(tmp_path)
+    systems = [BASE, CONTROL, "cp"]
+    places = [(turn["round"], turn["contender"]) for turn in after]
+    assert places == [(r, name) for r in range(2) for name in systems]
+    assert after[:3] == before[:3] and after[3] != before[3]
+    assert "left out: broken: does not start" in capsys.readouterr().out
+
+
+def check(turn: dict[str, Any]) -> None:
+    """What holds for a turn of a real engine, of 16 tokens a request."""
+    prompts = turn["prompts"]
+    assert turn["same_tokens"] == turn["compared_tokens"] == prompts * 16
+    # The first token of a request comes from its prompt, and the tail of a batch is
+    # not timed.
+    timed = prompts * turn["steps"]
+    assert timed <= turn["window_tokens"] <= prompts * 15
+    lengths = turn["accepted_lengths"]
+    assert sum(lengths) == turn["drafts"]
+    accepted = sum(length * drafts for length, drafts in enumerate(lengths))
+    assert accepted == turn["accepted_tokens"]
+    # A step emits its accepted drafts and one token, but for drafts past the last
+    # token.
+    steps = turn["request_steps"]
+    assert turn["drafts"] <= steps <= 15 * prompts <= steps + accepted
+
+
 @pytest.mark.engine
 @pytest.mark.ranks
+@pytest.mark.full
 def test_a_killed_run_continues(command: list[str], tmp_path: Path) -> None:
-    """Whole trials stay as they are; the one that was stopped is measured again as a whole."""
+    """With real engines."""
     command += ["--rounds", "40"]
     ppd = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
     process = subprocess.Popen(
@@ -68,23 +152,13 @@ def test_a_killed_run_continues(command: list[str], tmp_path: Path) -> None:
     process.kill()
     process.wait()
     before = turns(tmp_path)
-    systems = [BASE, CONTROL, "cp"]
-    complete = len(before) // len(systems)
-    assert main([*command, "--rounds", str(complete + 1)]) == 0
+    kept = len(before) // 3 * 3
+    assert main([*command, "--rounds", str(kept // 3 + 1)]) == 0
     after = turns(tmp_path)
-    places = [(turn["round"], turn["contender"]) for turn in after]
-    assert places == [(r, name) for r in range(complete + 1) for name in systems]
-    kept = complete * len(systems)
+    assert len(after) == kept + 3
     assert after[:kept] == before[:kept] and after[kept:] != before[kept:]
     for turn in after:
-        assert turn["same_tokens"] == turn["compared_tokens"] == 2 * 16
-        # The first token of a request comes from its prompt, and the tail of a batch is
-        # not timed.
-        assert 2 * turn["steps"] <= turn["window_tokens"] <= 2 * 15
-        lengths = turn["accepted_lengths"]
-        assert sum(lengths) == turn["drafts"]
-        accepted = sum(length * drafts for length, drafts in enumerate(lengths))
-        assert accepted == turn["accepted_tokens"]
+        check(turn)
     assert {turn["contender"] for turn in after if turn["drafts"]} == {"cp"}
 
 
@@ -92,27 +166,18 @@ def test_a_killed_run_continues(command: list[str], tmp_path: Path) -> None:
 def test_acceptance_of_all_prompts(
     command: list[str], tmp_path: Path, capsys: Any
 ) -> None:
-    """And a system that does not start is left out."""
-    broken = 'broken={"method": "ngram", "num_speculative_tokens": -1}'
-    flags = ["--acceptance", "--batch-sizes=3", f"--contender={broken}"]
-    assert main([*command, *flags]) == 0
+    """Of real engines."""
+    assert main([*command, "--acceptance", "--batch-sizes=3"]) == 0
     measured = turns(tmp_path)
-    # Four prompts of each category, in batches of at most three.
+    # Four prompts of each category, in batches of at most three
     assert [turn["prompts"] for turn in measured] == [3, 3, 1, 1, 3, 3, 1, 1]
     assert [turn["category"] for turn in measured] == ["a"] * 4 + ["b"] * 4
-    assert all(turn["differ"] == [] for turn in measured)
-    cp = [turn for turn in measured if turn["contender"] == "cp"]
-    assert sum(turn["accepted_tokens"] for turn in cp) > 0
-    for turn in cp:
-        # A step emits its accepted drafts and one token, but for drafts past the last
-        # token.
-        assert turn["drafts"] <= turn["request_steps"] <= 15 * turn["prompts"]
-        assert (
-            turn["request_steps"] + turn["accepted_tokens"]
-            >= 15 * turn["prompts"]
-        )
-    printed = capsys.readouterr().out
-    assert "8 of 8" in printed and "left out: broken: " in printed
+    for turn in measured:
+        check(turn)
+        assert turn["differ"] == []
+    drafting = {turn["contender"] for turn in measured if turn["accepted_tokens"]}
+    assert drafting == {"cp"}
+    assert "8 of 8" in capsys.readouterr().out
 
 
 def named(**changes: Any) -> dict[str, Any]:

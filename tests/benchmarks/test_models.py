@@ -37,7 +37,11 @@ from vllm_ppd.vllm_plugins.cli.main import main
 HEADS = DEMO.parent / "heads"
 
 
-BIASED = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+BIASED = {
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -172,7 +176,11 @@ def test_an_eagle_head_drafts_in_vllm(tmp_path: Path) -> None:
     sizes = "--sequence-length 256 --evaluation-tokens 4096"
     assert main([*words.split(), *sizes.split()], COMMANDS, "models") == 0
     plain = generate(start_engine(DEMO, None, **MEMORY), REQUESTS, greedy(40))
-    config = {"method": "eagle", "model": str(out), "num_speculative_tokens": 3}
+    config = {
+        "method": "eagle",
+        "model": str(out),
+        "num_speculative_tokens": 3,
+    }
     llm = start_engine(DEMO, config, **MEMORY)
     with accepting(llm):
         assert generate(llm, REQUESTS, greedy(40)) == plain
@@ -187,7 +195,11 @@ def test_answers_come_back_with_the_prompts_that_are_there(
     with lzma.open(tmp_path / "answers", "wt") as lines:
         for prompt, answer in ((one, [9]), (two, [7, 8])):
             digest = digest_of_value(prompt)[:DIGITS]
-            line = {"prompt": digest, "token_ids": answer, "end": "stop"}
+            line = {
+                "prompt": digest,
+                "token_ids": answer,
+                "end": "stop",
+            }
             lines.write(json.dumps(line) + "\n")
     chat = {"messages": [{"role": "user", "content": "two"}]}
     # U+2028 ends a line for str.splitlines, not in a file of JSON lines

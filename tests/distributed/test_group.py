@@ -95,7 +95,11 @@ def group(
             **settings: Any,
         ) -> Any:
             options = options and with_heads(options, family)
-            settings = {"pipeline_parallel_size": 2, **SETTINGS, **settings}
+            settings = {
+                "pipeline_parallel_size": 2,
+                **SETTINGS,
+                **settings,
+            }
             return get(options, family, **settings)
 
         yield two_stages
@@ -287,7 +291,11 @@ def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its
     norms are of another kind.
     """
-    options = {"method": "group", "candidates": 3, "exit_layer": 4}
+    options = {
+        "method": "group",
+        "candidates": 3,
+        "exit_layer": 4,
+    }
     answers = []
     with counting(group(options, family)) as seen:
         for llm in (group(options, family), engine(family=family)):

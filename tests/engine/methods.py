@@ -25,5 +25,9 @@ ON_DEMO: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 3,
     },
     "cp": {"method": "cp", "model": str(HEADS / "cp")},
-    "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
+    "dynamo": {
+        "method": "dynamo",
+        "model": str(HEADS / "dynamo"),
+        "eps_b": 0.05,
+    },
 }

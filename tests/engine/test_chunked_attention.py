@@ -56,7 +56,11 @@ def test_output_is_vllms_across_chunks(
     expected = generate(
         start_engine(llama4, None, **settings), requests, greedy(48)
     )
-    options = {"method": "early", "exit_layer": 5, "num_speculative_tokens": 3}
+    options = {
+        "method": "early",
+        "exit_layer": 5,
+        "num_speculative_tokens": 3,
+    }
     llm = start_engine(llama4, options, **settings)
     assert not drafter_of(llm).passes.capturable
     with counting(llm) as seen:

@@ -68,9 +68,17 @@ FITTED: dict[str, dict[str, Any]] = {
     "early, 1024 tokens": {"exit_layers": (EXIT,)},
     "dynamo, learned mask": {"mask_rank": 8},
 }
-EARLY = {"method": "early", "exit_layer": EXIT, "num_speculative_tokens": 3}
+EARLY = {
+    "method": "early",
+    "exit_layer": EXIT,
+    "num_speculative_tokens": 3,
+}
 CP = {"method": "cp", "num_speculative_tokens": 3}
-DYNAMO = {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.0}
+DYNAMO = {
+    "method": "dynamo",
+    "num_speculative_tokens": 2,
+    "eps_b": 0.0,
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": EARLY,
     "early, 1024 tokens": EARLY | {"draft_vocab_size": 1024},

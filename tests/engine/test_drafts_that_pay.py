@@ -30,7 +30,11 @@ def adaptive(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> Factory:
 
     def get(options: dict[str, Any], asynchronous: bool = True) -> Any:
         return drafting(
-            {**options, "adaptive": "table", "step_costs": "measure"},
+            {
+                **options,
+                "adaptive": "table",
+                "step_costs": "measure",
+            },
             async_scheduling=asynchronous,
         )
 

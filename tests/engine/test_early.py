@@ -33,28 +33,11 @@ from vllm_ppd.vllm_plugins.methods.early.speculator import GraphsByExit
 
 pytestmark = pytest.mark.engine
 EARLY = METHODS["early"]
-EXITS = {"method": "early", "exit_layer": [3, 5], "adaptive": "table"}
-
-
-@pytest.fixture
-def modes(engine: Factory) -> Iterator[list[str]]:
-    """The ways that steps of the early engine go."""
-    speculator = drafter_of(engine(EARLY))
-    with results_of(
-        speculator, "begin_step", lambda _: speculator.deferred.mode
-    ) as seen:
-        yield seen
-
-
-def test_a_prompt_that_joins_leaves_the_others_their_states(
-    engine: Factory, modes: list[str]
-) -> None:
-    """The first stack runs over the prompt's tokens, the last one over all."""
-    requests = prompts(6, 110)
-    params = [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
-    expected = generate(engine(), requests, params)
-    assert generate(engine(EARLY), requests, params) == expected
-    assert modes.count("mixed") >= 2 and modes.count("deep") >= 2
+EXITS = {
+    "method": "early",
+    "exit_layer": [3, 5],
+    "adaptive": "table",
+}
 
 
 def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
@@ -72,7 +55,6 @@ def test_drafts_end_at_the_length_that_fits(engine: Factory) -> None:
 
 def test_shallow_work_is_not_done_twice(
     engine: Factory,
-    modes: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Decoding runs the last stack alone over the tokens that shallow passes have seen."""
@@ -94,10 +76,13 @@ def test_shallow_work_is_not_done_twice(
 
     monkeypatch.setattr(type(first), "__call__", call)
     request = prompts(1, 20)
-    with counting(llm) as seen:
+    steps = results_of(
+        speculator, "begin_step", lambda _: speculator.deferred.deep
+    )
+    with counting(llm) as seen, steps as is_deep:
         generate(llm, request, greedy(16))
-    deep = modes.count("deep")
-    assert modes == ["full"] + ["deep"] * deep and deep >= 4
+    deep = sum(is_deep)
+    assert is_deep == [False] + [True] * deep and deep >= 4
     assert seen["fallback_steps"] == 1 and seen["drafting_seconds"] > 0
     # The last step's counters may travel with a step to come.
     assert deep - 1 <= seen["deferred_steps"] <= deep
@@ -136,9 +121,9 @@ def test_the_exit_may_change_with_each_step(
     accepted = Counter[Plan]()
     learn = policy.observe
 
-    def way(_: None) -> tuple[str, int, int]:
+    def way(_: None) -> tuple[bool, int, int]:
         deferred = speculator.deferred
-        return deferred.mode, deferred.exit, speculator.cut.exit
+        return deferred.deep, deferred.exit, speculator.cut.exit
 
     def observe(
         step: Step,
@@ -165,9 +150,8 @@ def test_the_exit_may_change_with_each_step(
     expected = generate(engine(), requests, params)
     with results_of(speculator, "begin_step", way) as seen:
         assert generate(llm, requests, params) == expected
-    changes = {(before, now) for mode, before, now in seen if mode == "deep"}
+    changes = {(before, now) for deep, before, now in seen if deep}
     assert changes == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    assert {before for mode, before, _ in seen if mode == "mixed"} == {0, 1}
     assert accepted[Plan(3, 0)] > 0 and accepted[Plan(3, 1)] > 0
 
 

@@ -123,7 +123,7 @@ def test_cut_is_exact(
             positions,
             *rest,
         )
-        if self.deferred is not None and self.deferred.mode != "full":
+        if self.deferred is not None and self.deferred.deep:
             differences["deferred"].append((hidden - whole).abs().max().item())
         return hidden
 

@@ -114,7 +114,11 @@ def test_kv_connector(
     )
     requests = prompts(4, 100)
     options = with_heads(
-        {**METHODS[name], "adaptive": True, "step_costs": "measure"}
+        {
+            **METHODS[name],
+            "adaptive": True,
+            "step_costs": "measure",
+        }
     )
     expected = generate(engine(), requests, greedy())
     # One a process, and its end is the test's

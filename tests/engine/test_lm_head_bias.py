@@ -47,7 +47,11 @@ def test_whole_heads_draft_with_the_bias(
     tensors = heads_folders.blank_tensors(config)
     tensors["token_counts"] = torch.arange(tiny.VOCAB, dtype=torch.int32)
     save_heads(tmp_path, config, tensors)
-    options = {"method": "cp", "model": str(tmp_path), "draft_vocab_size": size}
+    options = {
+        "method": "cp",
+        "model": str(tmp_path),
+        "draft_vocab_size": size,
+    }
     llm = start_engine(phi, options, dtype="bfloat16")
     speculator = drafter_of(llm)
     bias = stored(phi, "bias")

@@ -9,7 +9,7 @@ from methods import METHODS
 from test_drafts_that_pay import follow
 
 from vllm_ppd.vllm_plugins.engine.drafter import DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.engine.lookup import LIMIT, LONGEST
+from vllm_ppd.vllm_plugins.engine.lookup import LIMIT
 
 pytestmark = pytest.mark.engine
 LOOKUP = {"prompt_lookup_min": 2}  # the default beside heads
@@ -57,63 +57,6 @@ def test_nothing_is_drafted_where_nothing_repeats(
         assert generate(llm, REQUESTS, PARAMS) == expected
     lookup.shortest = LOOKUP["prompt_lookup_min"]
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
-
-
-def followed(text: list[int], shortest: int) -> tuple[int, list[int]]:
-    """(Tokens of the longest earlier match of a text's end, the latest of several; what
-    followed it, again and again).
-    """
-    for length in range(LONGEST, shortest - 1, -1):
-        for start in range(len(text) - length - 1, -1, -1):
-            if text[start : start + length] == text[-length:]:
-                return length, text[start + length :] * 5
-    return 0, [0]
-
-
-def test_the_longest_match_is_taken_if_its_kind_gained(
-    drafting: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = drafting(METHODS["cp"] | LOOKUP)
-    speculator = runner_of(llm).speculator
-    states = runner_of(llm).req_states
-    own: list[torch.Tensor] = []
-    propose = speculator.drafter.propose
-    draft = speculator._draft
-    rows_seen = [0, 0, 0]  # no match, left, taken
-
-    def noted(step: DraftInputs) -> Drafts:
-        drafts = propose(step)
-        own[:] = drafts.token_ids
-        return drafts
-
-    def checked(requests: int, sampled: bool) -> None:
-        gains = speculator.lookup.gains.tolist()
-        draft(requests, sampled)
-        rows = speculator.staging.staged.rows[:requests].tolist()
-        made = speculator.draft_tokens[:requests].tolist()
-        for row, of_method, tokens in zip(
-            rows,
-            own,
-            made,
-            strict=True,
-        ):
-            if row >= 0:
-                length = int(states.total_len.gpu[row])
-                text = states.all_token_ids.gpu[row, :length].tolist()
-                length, match = followed(text, LOOKUP["prompt_lookup_min"])
-                kind = 2 * length + (match[0] == int(of_method[0]))
-                taken = gains[kind] > 0
-                rows_seen[(length > 0) + taken] += 1
-                expected = match if taken else of_method.tolist()
-                assert tokens == expected[: len(tokens)]
-
-    monkeypatch.setattr(speculator.drafter, "propose", noted)
-    monkeypatch.setattr(speculator, "_draft", checked)
-    repeated = {"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}
-    speculator.lookup.gains[4:14] = -LIMIT  # matches of two to six tokens
-    generate(llm, [repeated, *prompts(2)], greedy(32))
-    speculator.lookup.forget()
-    assert min(rows_seen) > 3
 
 
 def test_heads_draft_where_texts_mislead(

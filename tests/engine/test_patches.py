@@ -142,15 +142,6 @@ def test_compilation_cache_key_is_stable(tiny_model: Factory) -> None:
 # ---- a vLLM started without our flag
 
 
-def test_stock_configuration(tiny_model: Factory) -> None:
-    """No option of ours, no trace of us."""
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    for options in (None, ngram):
-        config = from_dict(tiny_model(), options)
-        assert config.additional_config == {}
-        assert "vllm_ppd" not in config.parallel_config.worker_cls
-
-
 SCRIPT = """
 import sys
 import conftest, cases, json

@@ -19,8 +19,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
-from vllm_ppd.vllm_plugins.engine.scheduler import DraftingScheduler
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
+from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
+from vllm_ppd.vllm_plugins.engine.scheduler import (
+    GREEDY,
+    LOOKED_UP,
+    DraftingScheduler,
+)
 
 pytestmark = pytest.mark.engine
 K = 3
@@ -33,7 +39,11 @@ def scheduler(tiny_model: Factory) -> Factory:
     """scheduler(rank, **settings): of one of two data-parallel engines that draft."""
 
     def get(rank: int, **settings: Any) -> DraftingScheduler:
-        options = {"method": "early", "exit_layer": 3, "adaptive": "table"}
+        options = {
+            "method": "early",
+            "exit_layer": 3,
+            "adaptive": "table",
+        }
         vllm_config = from_dict(
             tiny_model(), options, enable_prefix_caching=False, **settings
         )
@@ -106,3 +116,59 @@ def test_data_parallel_engines_choose_each_for_itself(
 def test_vllms_scheduling_policy_is_kept(scheduler: Factory) -> None:
     made = scheduler(0, scheduling_policy="priority")
     assert made.policy == SchedulingPolicy.PRIORITY
+
+
+def test_steps_are_described_and_learnt(
+    scheduler: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request that opted out and a prompt that goes on."""
+    made = scheduler(0, max_num_batched_tokens=64)
+    asked: list[Any] = []
+    seen: list[Any] = []
+    policy = made.draft_policy
+    monkeypatch.setattr(policy, "holds", lambda *_: False)
+    monkeypatch.setattr(policy, "choose", lambda *args: asked.append(args))
+    monkeypatch.setattr(policy, "observe", lambda *args: seen.append(args))
+
+    def add(name: str, length: int, temperature: float, draft: bool) -> None:
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            extra_args={"ppd_draft": draft},
+        )
+        made.add_request(Request(name, [5] * length, params, None))
+
+    def run(**emitted: int) -> Step:
+        scheduled = made.schedule()
+        output = ModelRunnerOutput(
+            list(emitted),
+            {name: place for place, name in enumerate(emitted)},
+            [[7] * count for count in emitted.values()],
+        )
+        matches = [name != "sampling" for name in emitted]
+        setattr(output, MATCHED, matches)
+        made.update_from_output(scheduled, output)
+        return getattr(scheduled, STEP)
+
+    add("greedy", 2, 0.0, True)
+    add("sampling", 2, 1.0, True)
+    add("out", 2, 0.0, False)
+    run(greedy=1, sampling=1, out=1)
+    assert asked == [(3, 0, ["greedy", "sampling"], [GREEDY, 0])]
+    step = run(greedy=1 + K, sampling=1, out=1)
+    assert step.steady() and step.verified == Plan(K)
+    names = ["greedy", "sampling"]
+    kinds = [GREEDY + LOOKED_UP, 0]
+    assert asked[-1] == (3, 0, names, kinds)
+    assert seen[-1][2:] == (names, kinds, [1 + K, 1])
+    add("prompt", 150, 0.0, True)
+    step = run(
+        greedy=1,
+        sampling=1,
+        out=1,
+        prompt=0,
+    )
+    tokens = made.max_num_scheduled_tokens
+    assert step.prompt_tokens == tokens - 3 * (1 + K)
+    assert asked[-1][:3] == (3, min(tokens, 150 - step.prompt_tokens), names)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted and logged: of a request with vLLM's
---per-request-spec-decode-metrics, and of acceptance.
-"""
+"""What is counted of a request with vLLM's --per-request-spec-decode-metrics."""
 
 import pytest
-from cases import generate, greedy, prompts
-from conftest import Factory, counting, drafter_of, our_log
+from cases import greedy, prompts
+from conftest import Factory, counting
 from methods import METHODS
-
-from vllm_ppd.vllm_plugins.draft_length import acceptance
 
 pytestmark = pytest.mark.engine
 REQUESTS = [{"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}, *prompts(2, 20)]
@@ -37,22 +33,3 @@ def test_a_request_sees_its_own_accepted_drafts(drafting: Factory) -> None:
         assert alone[-1] == counts["accepted"]
     assert alone == accepted(0, 1, 2)
     assert alone[0] > 5 and alone[2] == 0
-
-
-def test_hardly_any_accepted_draft_is_a_warning(
-    drafting: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = drafting(METHODS["cp"])
-    stock = drafter_of(llm).propose
-    monkeypatch.setattr(
-        drafter_of(llm),
-        "propose",
-        lambda *args, **kwargs: stock(*args, **kwargs).fill_(1),
-    )
-    monkeypatch.setattr(acceptance, "WINDOW", 20)
-    with our_log() as messages:
-        generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
-        # Who opts out is given drafts all the same, which are rejected
-        assert not messages
-        generate(llm, prompts(2), greedy(16))
-    assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]

@@ -22,12 +22,29 @@ LOW = {"temperature": 0.7}
 SETTINGS: list[dict[str, Any]] = [
     LOW | {"min_p": 0.05},
     LOW | {"min_p": 0.4, "top_k": 30},
-    LOW | {"logit_bias": {7: 2.5, 40: -3.0, 99: 1.0}},
+    LOW
+    | {
+        "logit_bias": {
+            7: 2.5,
+            40: -3.0,
+            99: 1.0,
+        }
+    },
     {"logit_bias": {12: 4.0, 31: 0.5}},
-    LOW | {"min_p": 0.1, "logit_bias": {5: 3.0}, "frequency_penalty": 0.3},
+    LOW
+    | {
+        "min_p": 0.1,
+        "logit_bias": {5: 3.0},
+        "frequency_penalty": 0.3,
+    },
     LOW | {"allowed_token_ids": list(range(20, 200)), "min_p": 0.02},
     {"bad_words": ["a", "e"], "logit_bias": {3: 1.0}},
-    LOW | {"min_tokens": 9, "ignore_eos": False, "min_p": 0.05},
+    LOW
+    | {
+        "min_tokens": 9,
+        "ignore_eos": False,
+        "min_p": 0.05,
+    },
     {"temperature": 1.5, "min_p": 0.3},
     LOW,
     LOW | {"top_p": 0.9},

@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from vllm_ppd.kernels import sampling
 from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
+from vllm_ppd.vllm_plugins.engine.cpu import native
 
 pytestmark = pytest.mark.engine
 # Chunks of 64, some of which leave a single token
@@ -131,18 +132,20 @@ def test_drafts_are_drawn_with_the_targets_random_numbers(
 
 def test_noise_is_vllms() -> None:
     """Whoever draws from the same logits draws the same token."""
+    native.register()
     logits = torch.randn(6, 3000)
     heat = torch.tensor([0.5, 1.0, 0.0, 2.0])
     rows = torch.tensor([3, 0, 1, 2, 1, 0])
     positions = torch.arange(6) + 70
     seeds = torch.tensor([5, -(1 << 63), 1 << 40, -7])
+    by_row = heat[rows, None]
     expected = gumbel_sample(
-        logits,
+        torch.where(by_row > 0, logits / by_row, logits),
         rows.int(),
         heat,
         seeds,
         positions,
-        apply_temperature=True,
+        apply_temperature=False,
         is_drafting=False,
     )
     sampling = Sampling.random(heat[rows])

@@ -277,7 +277,10 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     assert choices[0] == choices[1] and len(set(choices[0])) > 1
     # Measuring anew replaces the file, and changes no random number.
     random = np.random.get_state()[1].tolist()  # noqa: NPY002
-    first.collective_rpc("step_costs", kwargs={"again": True})
+    config = drafter_of(first).config
+    measured = config.model_copy(update={"step_costs": "measure"})
+    monkeypatch.setattr(drafter_of(first), "config", measured)
+    first.collective_rpc("step_costs")
     assert np.random.get_state()[1].tolist() == random  # noqa: NPY002
     assert list(cache.iterdir()) == [path] and step_costs.load(path) not in (
         None,

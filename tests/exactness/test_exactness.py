@@ -22,7 +22,6 @@ QUICK: dict[str, list[str]] = {
     "early-short": ["batch_16", "arrivals_and_aborts"],
     "last": ["batch_16", "model_length"],
     "exits": ["arrivals_and_aborts"],
-    "cut-off": ["more_than_fit"],
     "cp": [*CASES],
     "cp-recurrent": ["batch_1", "batch_16", "arrivals_and_aborts"],
     "cp-layers": ["batch_16", "arrivals_and_aborts"],

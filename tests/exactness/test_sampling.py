@@ -2,7 +2,6 @@
 """Sampling keeps the target's distribution: chi-square tests over many samples."""
 
 import functools
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import DYNAMO, PLAIN, RECURRENT, generate
-from conftest import Factory, counting, full_but, run_script, start_engine
+from conftest import Factory, counting, full_but, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -144,47 +143,3 @@ def test_a_perfect_drafter_is_accepted(
 def test_the_test_can_fail(expected: Factory) -> None:
     """A sampler that forgets the temperature is caught."""
     assert worst(expected(temperature=1.2), expected()) < LEVEL
-
-
-# vLLM registers no kernels any more in a process in which numba, of its n-grams, has compiled.
-NGRAMS = """
-import sys, torch
-from cases import generate, greedy, prompts
-from conftest import counting, runner_of, start_engine
-from test_sampling import BATCH, LEVEL, PROMPT, sample, worst
-from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
-from vllm_ppd.vllm_plugins.engine.cpu.native import mend_workers_to_come
-
-def is_right(values):
-    ends = torch.tensor([2, 2, 3], dtype=torch.int32)
-    spread = expand_batch_to_tokens(torch.tensor(values), ends, 3, 0, 1)
-    return spread.tolist() == [values[0] or 1, values[0] or 1, values[2]]
-
-model = sys.argv[1]
-options = {"method": "ngram", "num_speculative_tokens": 3}
-options |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-ours = start_engine(model, {"method": "early", "exit_layer": 3}, **BATCH)
-alone = start_engine(model, None, **BATCH)
-assert not is_right([0.25, 0.0, 0.75]), "vLLM's kernel needs no mending"
-mend_workers_to_come()
-ngrams = start_engine(model, options, **BATCH)  # its worker registers vLLM's kernels again
-assert is_right([0.25, 0.0, 0.75]) and is_right([0.0, 5.0, 9.0])
-assert type(runner_of(ngrams)).__module__ == "vllm.v1.worker.cpu_model_runner"
-assert generate(ngrams, prompts(4), greedy()) == generate(ours, prompts(4), greedy())
-with counting(ngrams) as seen:
-    # Among the prompt's own tokens each has a match.
-    allowed = {"allowed_token_ids": PROMPT["prompt_token_ids"]}
-    assert worst(sample(ngrams, 1500, **allowed), sample(alone, 1500, **allowed)) > LEVEL
-assert seen["accepted"] > 50, seen
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(
-    os.path.exists("/dev/nvidiactl"), reason="of vLLM's CPU backend"
-)
-def test_vllms_own_n_grams_keep_the_distribution_once_mended(
-    tiny_model: Factory,
-) -> None:
-    """vLLM's CPU backend drops sampling parameters of drafts, unless its kernel is replaced."""
-    run_script(NGRAMS, tiny_model())

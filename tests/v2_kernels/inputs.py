@@ -2,14 +2,12 @@
 """A step's inputs and the requests' tables after it: our kernels against vLLM's, to the bit."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
 from both_ways import CPU, ROWS, both_ways, ints, rows_of, starts_of, table
 from vllm.v1.worker.gpu import input_batch as module
 from vllm.v1.worker.gpu.mm.rope import RopeState
-from vllm.v1.worker.gpu.model_states.prompt_embeds import PromptEmbedsState
 
 LONGEST = 1300
 K = 3
@@ -216,38 +214,3 @@ def test_positions_in_three_dimensions():
         computed,
     )
     return state.positions
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@both_ways("_apply_prompt_embeds_kernel")
-def test_prompts_as_embeddings(dtype):
-    """Of whole prompts and chunks, with and without places that have a token ID, and
-    none at all.
-    """
-    state = PromptEmbedsState(
-        ROWS,
-        1030,
-        dtype,
-        CPU,
-    )
-    rows = rows_of(5)
-    for request, row in enumerate(rows.tolist()):
-        embeds = torch.randn(40, 1030)
-        mask = torch.rand(40) < 0.5
-        data = SimpleNamespace(
-            req_id=str(row),
-            prompt_embeds=None if request == 1 else embeds,
-            prompt_is_token_ids=mask.tolist() if request > 2 else None,
-        )
-        state.add_request(row, data)
-    state.apply_staged_writes()
-    lengths = torch.tensor([40, 3, 4, 20, 1])
-    inputs = torch.zeros(70, 1030, dtype=dtype)
-    batch = SimpleNamespace(
-        num_reqs=5,
-        num_scheduled_tokens=lengths.numpy(),
-        idx_mapping=rows,
-        query_start_loc=starts_of(lengths, 2),
-    )
-    state.apply(batch, table(0, rows, [0, 0, 38, 10, 40]), inputs)
-    return inputs

@@ -143,9 +143,7 @@ def test_drafts_by_rows_of_logits():
         ([1], [2, 0], [0, 0, 2, 0]),
     ],
 )
-@both_ways(
-    "_thinking_budget_kernel", "_update_committed_marker_cache_kernel", seeds=3
-)
+@both_ways("_thinking_budget_kernel", "_update_committed_marker_cache_kernel")
 def test_thinking_budgets(start, natural_end, end):
     """Texts grow by steps with drafts. Markers are in prompts, outputs and drafts, and
     across them.

@@ -14,7 +14,6 @@ from vllm.v1.worker.gpu.sample import (
     penalties,
 )
 from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
-from vllm.v1.worker.gpu.sample.trace_replay import apply_trace_tokens
 
 from vllm_ppd.vllm_plugins.engine.cpu import sampling as ours
 
@@ -57,11 +56,10 @@ def test_temperature():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize("drafting", [False, True])
 @both_ways("_gumbel_sample_kernel")
-def test_draws(dtype, precise, drafting):
+def test_draws(dtype, precise):
     """Flat and peaked rows, equal logits, rows with one token left or none, padding,
-    greedy requests; with the temperature applied where drafts are drawn.
+    greedy requests.
     """
     logits = (6 * torch.rand(24, 1) * torch.randn(24, V)).to(dtype)
     logits[0] = 0.0
@@ -84,8 +82,8 @@ def test_draws(dtype, precise, drafting):
         ),
         torch.randint(-(1 << 62), 1 << 62, (ROWS,)),
         torch.randint(0, 1 << 20, (24,)),
-        drafting,
-        drafting,
+        is_drafting=False,
+        apply_temperature=False,
         use_fp64=precise,
     )
 
@@ -308,33 +306,6 @@ def test_bad_words():
     )
     assert logits.isinf().any()
     return logits
-
-
-@both_ways("_trace_replay_kernel", seeds=3)
-def test_traces():
-    sampled = torch.full((5,), -7)
-    apply_trace_tokens(
-        sampled,
-        torch.tensor([3, -1, 0, 6, 2]),
-        ints(
-            0,
-            V,
-            ROWS,
-            90,
-        ),
-        by_row(
-            0,
-            5,
-            5,
-            9,
-            5,
-            5,
-            3,
-        ).int(),
-        ints(10, 14, ROWS),
-        ints(10, 11, ROWS),
-    )
-    return sampled
 
 
 @pytest.mark.parametrize("sampled", [[1, 1, 1, 1], [1, 2, 2, 0]])

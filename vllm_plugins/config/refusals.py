@@ -119,14 +119,15 @@ def refuse_target(
             f"diffusion models are not supported with {title}: they do not emit one "
             "token after another; start without it"
         )
-    if parallel.use_ubatching:
-        raise OptionError(
-            f"micro-batching (--enable-dbo) is not supported with {title}"
-        )
     if model.enable_prompt_embeds:
         raise OptionError(
             "prompt embeddings (--enable-prompt-embeds) are not supported with "
             f"{title}: such prompts have no token IDs to draft from"
+        )
+    if model.enable_trace_replay:
+        raise OptionError(
+            f"trace replay (--enable-trace-replay) is not supported with {title}: "
+            "vLLM replays no traces in steps that verify drafts"
         )
     several = "a worker group" if options.verify else "verify: false"
     emits_drafts = method.stages > 1 or not options.verify
@@ -203,11 +204,6 @@ def refuse_target(
         if parallel.data_parallel_size > 1:
             raise OptionError(
                 "data parallelism is not supported with a worker group"
-            )
-        if executor == "external_launcher":
-            raise OptionError(
-                "the external_launcher executor is not supported with a worker "
-                "group; use mp or ray"
             )
         # 0.33 has one Ray executor
         newer = platform.variable("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)

@@ -7,8 +7,6 @@ long it took and what was accepted. Under asynchronous scheduling, the next step
 before that output is there.
 """
 
-import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Collection
@@ -21,7 +19,6 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
-from vllm_ppd.vllm_plugins.draft_length.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
     STEP_COSTS,
@@ -30,12 +27,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
     StepCosts,
 )
 from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED, Learning
-from vllm_ppd.vllm_plugins.draft_length.policy import (
-    STEP,
-    Choice,
-    DraftPolicy,
-    Step,
-)
+from vllm_ppd.vllm_plugins.draft_length.policy import STEP, DraftPolicy, Step
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
     BATCH_SIZE,
@@ -50,8 +42,6 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
     count_in_process,
 )
 
-logger = logging.getLogger("vllm.vllm_ppd")
-
 # Kinds of requests for their acceptance: sampling or greedy, and the same with drafts
 # from their own text
 KINDS = 4
@@ -60,7 +50,6 @@ LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
 GUESSED_COST = 1.2  # of a step with all drafts, over one without
-LOG_SECONDS = 10.0  # between lines about the choice
 
 
 class CountingScheduler(Scheduler):
@@ -116,7 +105,6 @@ class DraftingScheduler(CountingScheduler):
         self.drafts = self.num_spec_tokens  # that the latest step makes
         self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
-        self._watch = None if config.spec.looks_up_alone else AcceptanceWatch()
         if config.learns:
             model_config = self.vllm_config.model_config
             self.learning = Learning(model_config.get_hidden_size())
@@ -130,12 +118,6 @@ class DraftingScheduler(CountingScheduler):
         self._in_flight = 0  # steps
         # When the latest output came; None: the engine waited for requests
         self._last_output: float | None = None
-        self._last_log = -math.inf
-        asynchronous = self.scheduler_config.async_scheduling
-        logger.info(
-            "vllm-ppd: %s scheduling",
-            "asynchronous" if asynchronous else "synchronous",
-        )
         if hasattr(self.kv_cache_config, STEP_COSTS):
             self.follow(getattr(self.kv_cache_config, STEP_COSTS))
 
@@ -290,36 +272,12 @@ class DraftingScheduler(CountingScheduler):
         kinds = self._kinds
         drafting = [name for name in decoding if kinds[name] >= lowest]
         self._may_draft = bool(drafting)
-        before = policy.current
         policy.choose(
             len(decoding),
             ahead,
             drafting,
             [kinds[name] for name in drafting],
         )
-        if policy.current != before and policy.best is not None:
-            self._log_choice(len(decoding), before, policy.best)
-
-    def _log_choice(self, requests: int, before: Plan, choice: Choice) -> None:
-        now = time.monotonic()
-        if now - self._last_log < LOG_SECONDS:
-            return
-        self._last_log = now
-        logger.info(
-            "vllm-ppd: %s in place of %s at %d requests: %.2f of the tokens in %.2f of "
-            "the seconds of a step",
-            self._in_words(choice.plan),
-            self._in_words(before),
-            requests,
-            choice.tokens,
-            choice.cost,
-        )
-
-    def _in_words(self, plan: Plan) -> str:
-        drafts = f"{plan.drafts} drafts"
-        if self.config.num_exits == 1 or not plan.drafts:
-            return drafts
-        return f"{drafts} at layer {self.config.exits[plan.exit]}"
 
     # Outputs --------------------------------------------------------------------------
 
@@ -363,22 +321,13 @@ class DraftingScheduler(CountingScheduler):
         emitted: list[int] = []
         verified = scheduler_output.scheduled_spec_decode_tokens
         policy = self.draft_policy
-        learns = policy is None or policy.learns(step)
-        if verified and learns:
+        if policy is None:
+            return
+        if policy.learns(step) and verified:
             names, kinds, emitted = self._accepted(verified, output)
-            if self._watch is not None and step.verified is not None:
-                accepted = sum(emitted) - len(names)
-                self._watch.observe(len(names), step.verified.drafts, accepted)
-        if policy is not None:
-            policy.observe(
-                step,
-                seconds,
-                names,
-                kinds,
-                emitted,
-            )
-            if seconds is not None and step.steady():
-                self._report_served(step, seconds, output.sampled_token_ids)
+        policy.observe(step, seconds, names, kinds, emitted)
+        if seconds is not None and step.steady():
+            self._report_served(step, seconds, output.sampled_token_ids)
 
     def _accepted(
         self, verified: Collection[str], output: Any

@@ -42,18 +42,13 @@ class StepCostsMixin:
             )
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
-    def step_costs(self, again: bool = False) -> CostTable | None:
+    def step_costs(self) -> CostTable | None:
         """Costs of steps with and without drafts; called by the scheduler's process, in
         every worker.
-
-        Args:
-            again: measure them even if an earlier start has saved them.
         """
         runner = self.model_runner
         config = runner.speculator.config
         counts = counts_of(config.num_speculative_tokens, runner.device.type)
-        if again:
-            config = config.model_copy(update={"step_costs": "measure"})
         table = costs_of_engine(
             config,
             runner.vllm_config,

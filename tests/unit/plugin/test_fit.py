@@ -43,11 +43,18 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "fake",
-    [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])],
+    ("fake", "kills"),
+    [
+        (True, KILLS[1:2]),
+        pytest.param(True, KILLS, marks=pytest.mark.full),
+        pytest.param(False, KILLS, marks=[pytest.mark.engine, pytest.mark.full]),
+    ],
 )
 def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
-    tmp_path: Path, tiny_model: Factory, fake: bool
+    tmp_path: Path,
+    tiny_model: Factory,
+    fake: bool,
+    kills: tuple[Condition, ...],
 ) -> None:
     out = tmp_path / "heads"
     log = tmp_path / "log"
@@ -59,7 +66,7 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     }
     environment["VLLM_CACHE_ROOT"] = str(tmp_path / "caches")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
-    for condition in (*KILLS, lambda _: False):
+    for condition in (*kills, lambda _: False):
         with log.open("a") as file:
             process = subprocess.Popen(
                 [sys.executable, *program, *words],

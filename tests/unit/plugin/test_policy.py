@@ -196,34 +196,6 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
         assert result.drafts[-500:].count(drafts) > 450
 
 
-def test_by_the_table_alone_no_clock_is_read() -> None:
-    """Ranks that schedule by themselves must agree."""
-    engine = ENGINES["8B"]
-    accepts = probability(1.6, K)
-    chosen = []
-    for noise in (0.0, 0.5):
-        policy = DraftPolicy(
-            table_of(
-                engine,
-                [0, K],
-                128,
-                None,
-            ),
-            1,
-            clock=False,
-        )
-        loads = [Load(64 if step < 500 else 100) for step in range(1000)]
-        result = run(
-            engine,
-            policy,
-            loads,
-            lambda *_: accepts,
-            noise=noise,
-        )
-        chosen.append(result.drafts)
-    assert chosen[0] == chosen[1] and set(chosen[0]) == {0, K}
-
-
 def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
     table = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.5]])
     policy = DraftPolicy(StepCosts(table), 2)

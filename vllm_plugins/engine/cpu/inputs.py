@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of input_batch.py, mm/rope.py, model_states/prompt_embeds.py and
-spec_decode/rejection_sampler.py: a step's inputs, and what the requests' tables keep of
-its tokens.
+"""Kernels of input_batch.py, mm/rope.py and spec_decode/rejection_sampler.py: a step's
+inputs, and what the requests' tables keep of its tokens.
 """
 
 from typing import Any
 
 import numpy as np
-import torch
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.tables import (
-    bytes_at,
-    lengths_between,
-    spans,
-)
+from vllm_ppd.vllm_plugins.engine.cpu.tables import lengths_between, spans
 
 
 def prepare_prefill_inputs(
@@ -201,38 +195,6 @@ def prepare_rope_positions(
         end = begin + query_lens[request]
         prompt = prefill_positions[first_row : first_row + NUM_DIMS, begin:end]
         positions[:NUM_DIMS, start : start + prompt.shape[1]] = prompt
-
-
-def apply_prompt_embeds(
-    inputs_embeds: torch.Tensor,  # [tokens, hidden_size], changed in place
-    embeds_ptrs: ndarray,  # [request rows] addresses of [embeds_lens, hidden_size]
-    mask_ptrs: ndarray,  # [request rows] addresses of [embeds_lens] bytes, or 0
-    embeds_lens: ndarray,  # [request rows]; 0: the request has none
-    idx_mapping: ndarray,  # [requests] request rows
-    query_start_loc: ndarray,  # [requests + 1 or more]
-    num_computed_tokens: ndarray,  # [request rows]
-    hidden_size: int,
-) -> None:
-    """Copy the embeddings that a user gave as a prompt, except where a mask says token ID."""
-    row_bytes = hidden_size * inputs_embeds.element_size()
-    for request, row in enumerate(idx_mapping):
-        begin = int(num_computed_tokens[row])
-        length = int(embeds_lens[row])
-        start, end = query_start_loc[request : request + 2]
-        number = min(int(end - start), length - begin)
-        if number <= 0:
-            continue
-        memory = bytes_at(embeds_ptrs[row], length * row_bytes)
-        embeds = torch.frombuffer(memory, dtype=inputs_embeds.dtype)
-        given = embeds.view(length, hidden_size)[begin : begin + number]
-        target = inputs_embeds[start : start + number]
-        if mask_ptrs[row]:
-            mask = torch.frombuffer(
-                bytes_at(mask_ptrs[row], length), dtype=torch.bool
-            )
-            is_token_id = mask[begin : begin + number, None]
-            given = torch.where(is_token_id, target, given)
-        target.copy_(given)
 
 
 def flatten_sampled(

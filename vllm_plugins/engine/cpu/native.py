@@ -58,9 +58,6 @@ KERNELS: dict[str, Callable[..., None]] = {
     ),
     f"{RUNNER}.input_batch._expand_idx_mapping_kernel": inputs.expand_idx_mapping,
     f"{RUNNER}.mm.rope._prepare_rope_positions_kernel": inputs.prepare_rope_positions,
-    f"{RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": (
-        inputs.apply_prompt_embeds
-    ),
     f"{RUNNER}.metrics.logits._num_nans_kernel": sampling.count_nans,
     f"{RUNNER}.sample.bad_words._bad_words_kernel": penalties.apply_bad_words,
     f"{RUNNER}.sample.gumbel._temperature_kernel": sampling.apply_temperature,
@@ -82,7 +79,6 @@ KERNELS: dict[str, Callable[..., None]] = {
     f"{RUNNER}.sample.thinking_budget._thinking_budget_kernel": (
         penalties.apply_thinking_budget
     ),
-    f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
     f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": inputs.flatten_sampled,
     f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (
         inputs.gather_draft_sampled

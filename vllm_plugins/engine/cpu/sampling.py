@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of structured_outputs.py, metrics/logits.py and of sample: min_p.py,
-trace_replay.py, output.py, logprob.py, prompt_logprob.py and gumbel.py.
+"""Kernels of structured_outputs.py, metrics/logits.py and of sample: min_p.py, output.py,
+logprob.py, prompt_logprob.py and gumbel.py.
 
 vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise depends on
 seed, position and token alone. It is made of 32 or 53 random bits and so is bounded: a
@@ -30,7 +30,6 @@ from vllm_ppd.vllm_plugins.engine.cpu.tables import (
     unpacked,
 )
 
-DRAFT_SALT = 1 << 30  # added to the positions of draws that draft
 SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
 # Noise is within (-2.82, 22.9) from 32 bits, and within (-3.63, 36.8) from 53.
 RANGE_32 = 26.0
@@ -53,20 +52,6 @@ def apply_min_p(
     for row in np.flatnonzero(shares):
         values = logits[row]
         values[values < values.max() + np.log(shares[row])] = -np.inf
-
-
-def replay_trace(
-    sampled: ndarray,  # [requests] int64, changed in place
-    idx_mapping: ndarray,  # [requests] request rows, -1: padding
-    trace_token_ids: ndarray,  # [request rows, max_model_len]
-    trace_len: ndarray,  # [request rows]
-    total_len: ndarray,  # [request rows]
-    prompt_len: ndarray,  # [request rows]
-) -> None:
-    """Put the tokens of requests' traces in place of the sampled ones."""
-    steps = total_len[idx_mapping] - prompt_len[idx_mapping]
-    traced = (idx_mapping >= 0) & (steps >= 0) & (steps < trace_len[idx_mapping])
-    sampled[traced] = trace_token_ids[idx_mapping[traced], steps[traced]]
 
 
 def compact_sampling_mask(
@@ -205,28 +190,19 @@ def apply_temperature(
 def gumbel_sample(
     local_argmax: ndarray,  # [logits, blocks] int64, of each block of the vocabulary
     local_max: ndarray,  # [logits, blocks]
-    logits_cache: Tensor | None,
     logits: Tensor,  # [logits, V]
     expanded_idx_mapping: ndarray,  # [logits] request rows, -1: padding
     seeds: ndarray,  # [request rows] int64
     pos: ndarray,  # [logits]
     temp: ndarray,  # [request rows]
-    IS_DRAFTING: bool,
-    APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
 ) -> None:
     """Draw a token of each row: by the greatest logit at temperature 0, else by the
-    greatest sum.
+    greatest sum. Temperatures are applied before, as only vLLM's own drafters ask for it
+    here, which do not run on this runner.
 
     The drawn token is written as the first block's. The other blocks lose against it.
-
-    Raises:
-        NotImplementedError: if logits are to be kept, as vLLM's own drafters ask for.
     """
-    if logits_cache is not None:
-        raise NotImplementedError(
-            "vLLM's own drafters have no kernels on the CPU"
-        )
     temperatures = np.where(
         expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0
     )
@@ -239,15 +215,11 @@ def gumbel_sample(
     noise_range = RANGE_53 if USE_FP64 else RANGE_32
     for row in np.flatnonzero(temperatures):
         values = all_values[row]
-        if APPLY_TEMPERATURE:
-            values = values / temperatures[row]
         candidates = np.flatnonzero(values >= values[drawn[row]] - noise_range)
         if len(candidates) < 2:
             continue
         seed = int(seeds[expanded_idx_mapping[row]])
         position = int(pos[row])
-        if IS_DRAFTING:
-            position += DRAFT_SALT
         if len(candidates) > MANY and not USE_FP64:
             candidates = contenders(
                 values, candidates, int(drawn[row]), seed, position

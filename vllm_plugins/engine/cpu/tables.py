@@ -129,17 +129,12 @@ def zero_kv_blocks(
             ctypes.memset(address + block * stride, 0, size)
 
 
-def bytes_at(pointer: int, number: int) -> Any:
-    """The bytes that begin at an address."""
-    return (ctypes.c_uint8 * number).from_address(int(pointer))
-
-
 @functools.lru_cache(maxsize=256)
 def table_at(pointer: int, num_columns: int) -> ndarray:
     """The int32 table [MAX_ROWS, num_columns] that begins at an address."""
     size = MAX_ROWS * int(num_columns)
-    table = np.frombuffer(bytes_at(pointer, 4 * size), dtype=np.int32)
-    return table.reshape(MAX_ROWS, -1)
+    memory = (ctypes.c_int32 * size).from_address(int(pointer))
+    return np.frombuffer(memory, dtype=np.int32).reshape(MAX_ROWS, -1)
 
 
 def lengths_between(starts: ndarray, items: ndarray) -> ndarray:

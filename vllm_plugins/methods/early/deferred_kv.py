@@ -7,14 +7,13 @@ and of each draft. Whether a step uses them depends on the schedule alone, so th
 ranks agree and none waits for a token's value:
 
     deep    every request decodes and was drafted for: the layers behind the exit alone
-    mixed   some have states, and prompts join: the layers before the exit over the
-            tokens without a state, those behind it over all
-    full    vLLM's own forward
+    full    vLLM's own forward, which is right for every step: where prompts join, their
+            tokens read the weights of the layers before the exit anyway
 
 All states are of one exit, since a step reads its drafts at one.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +23,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-
-Mode = Literal["deep", "mixed", "full"]
 
 
 class SavedStates:
@@ -91,7 +88,7 @@ class DeferredKV:
     ) -> None:
         self.width = num_drafts + 1
         self.nobody = rows * self.width  # state index of padding
-        self.mode: Mode = "full"  # of the current step
+        self.deep = False  # whether the current step starts from saved states
         self.exit = 0  # index of the exit whose states are saved
         # Request rows whose states the next step may use
         self.drafted = np.zeros(rows, dtype=bool)
@@ -102,16 +99,12 @@ class DeferredKV:
         self.state_rows = torch.zeros(
             max_tokens, dtype=torch.int64, device=device
         )
-        # Of a mixed step: its batch, the requests without states, and the indices of
-        # their tokens in the step
-        self._fresh: tuple[Any, ndarray, Tensor] | None = None
 
-    def begin_step(self, batch: Any, may_mix: bool) -> None:
-        """Determine from the schedule which tokens have states.
+    def begin_step(self, batch: Any) -> None:
+        """Determine from the schedule whether all tokens have states.
 
         Args:
             batch: of the coming step, vLLM's InputBatch.
-            may_mix: whether the first stack can run over a part of the step's tokens.
         """
         rows = batch.idx_mapping_np
         tokens = batch.num_scheduled_tokens
@@ -120,16 +113,9 @@ class DeferredKV:
         # Exactly the newest token and the drafts: each has logits.
         known = self.drafted[rows] & ~batch.is_prefilling_np & (tokens == logits)
         self.drafted[rows] = False
-        if known.all():
-            self.mode = "deep"
-        elif known.any() and may_mix:
-            self.mode = "mixed"
-        else:
-            self.mode = "full"
-        self.counters.add(
-            "fallback_steps" if self.mode == "full" else "deferred_steps"
-        )
-        if self.mode == "full":
+        self.deep = bool(known.all())
+        self.counters.add("deferred_steps" if self.deep else "fallback_steps")
+        if not self.deep:
             return
         starts = np.cumsum(tokens) - tokens
         of_requests = np.repeat(np.arange(len(tokens)), tokens)
@@ -137,12 +123,6 @@ class DeferredKV:
         padded = batch.num_tokens_after_padding
         state_rows = np.full(padded, self.nobody, dtype=np.int64)
         state_rows[: len(offsets)] = rows[of_requests] * self.width + offsets
-        device = self.state_rows.device
-        if self.mode == "mixed":
-            fresh = np.flatnonzero(~known[of_requests])
-            state_rows[fresh] = self.nobody
-            index = async_tensor_h2d(fresh, device=device)
-            self._fresh = batch, np.flatnonzero(~known), index
         async_tensor_h2d(state_rows, out=self.state_rows[:padded])
 
     def note_drafted(self, rows: ndarray, drafted: ndarray, exit: int) -> None:
@@ -160,31 +140,7 @@ class DeferredKV:
 
     def end_step(self) -> None:
         """End the step; dummy steps, which do not begin, are vLLM's own forward."""
-        self.mode = "full"
-        self._fresh = None
-
-    def states(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        passes: Any,
-    ) -> CutState:
-        """The states of the step's tokens at the exit: [tokens, hidden] each.
-
-        Args:
-            input_ids, positions: [tokens] of the step.
-            passes: run the layers before the exit for requests without states
-                (ShallowPasses).
-        """
-        state = self.saved.load(self.state_rows[: positions.shape[-1]])
-        if self._fresh is not None:
-            index = self._fresh[-1]
-            write(
-                state,
-                index,
-                passes.of_requests(self.exit, *self._fresh, input_ids, positions),
-            )
-        return state
+        self.deep = False
 
 
 class DeferredKVCut(ModelCut):
@@ -195,26 +151,21 @@ class DeferredKVCut(ModelCut):
     exit = 0  # index of the exit at which the step's drafts are read
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        state: CutState | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor | CutState:
-        if self.deferred is None or self.deferred.mode == "full":
-            return super().forward(input_ids, positions, state, inputs_embeds)
-        output: Any = self.deferred.states(input_ids, positions, self.passes)
-        for stack in self.stacks[self.deferred.exit + 1 :]:
+        self, input_ids: Tensor | None, positions: Tensor, *args: Any
+    ) -> Any:
+        deferred = self.deferred
+        if deferred is None or not deferred.deep:
+            return super().forward(input_ids, positions, *args)
+        rows = deferred.state_rows[: positions.shape[-1]]
+        output: Any = deferred.saved.load(rows)
+        for stack in self.stacks[deferred.exit + 1 :]:
             output = stack(positions, *self.in_graph_buffers(output))
         return output
 
-    def shallow(
-        self, exit: int, input_ids: Tensor, positions: Tensor
-    ) -> CutState:
-        """Run the layers before an exit, outside of CUDA graphs by pieces.
+    def shallow(self, input_ids: Tensor, positions: Tensor) -> CutState:
+        """Run the layers before the exit, outside of CUDA graphs by pieces.
 
         Args:
-            exit: its index.
             input_ids, positions: [tokens].
 
         Returns:
@@ -224,7 +175,7 @@ class DeferredKVCut(ModelCut):
         state: CutState = self.start(
             self.stacks[0], input_ids, positions, embeddings
         )
-        for stack in self.stacks[1 : exit + 1]:
+        for stack in self.stacks[1 : self.exit + 1]:
             state = stack(positions, *state)
         return state
 

@@ -6,12 +6,10 @@ into the target's paged KV cache.
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import (
     build_attn_metadata,
     build_slot_mappings_by_layer,
@@ -25,7 +23,7 @@ logger = init_logger("vllm.vllm_ppd")
 
 
 class ShallowPasses:
-    """One token per request between steps, and the tokens of some requests within one.
+    """Passes over one token per request between steps.
 
     Args:
         speculator: our speculator, which stages the requests and has vLLM's KV cache
@@ -65,8 +63,6 @@ class ShallowPasses:
     def max_model_len(self) -> int:
         """The length past which no KV is written; vLLM reduces it to what fits."""
         return int(self.vllm_config.model_config.max_model_len)
-
-    # Between steps --------------------------------------------------------------------
 
     def begin_drafting(
         self,
@@ -127,7 +123,7 @@ class ShallowPasses:
                 slot_mapping=slots,
             ),
         ):
-            return self.cut.shallow(self.cut.exit, input_ids, positions)
+            return self.cut.shallow(input_ids, positions)
 
     def _bring_up_to_date(
         self,
@@ -143,6 +139,7 @@ class ShallowPasses:
                 for group in groups:
                     group.update_draft_decode_metadata(self.metadata)
             return
+        longest = self.max_model_len
         bounds = self.bounds
         if bounds is not None:
             # Built once for all passes.
@@ -151,10 +148,17 @@ class ShallowPasses:
                 if self.capturable
                 else offset
             )
-            bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
+            bounds = (bounds[:requests] + reach + 1).clamp(max=longest)
+            longest = int(bounds.numpy().max())
         tables = self.speculator.block_tables.input_block_tables
-        self.metadata = self._metadata(
-            bounds,
+        # Inside a CUDA graph they are computed again at every replay, so vLLM's metadata
+        # for capture are never used: some backends (Triton's) set the sequence lengths
+        # to 1 there, and every replay would do so.
+        self.metadata = build_attn_metadata(
+            attn_groups=self.speculator.attn_groups,
+            kv_cache_config=self.speculator.kv_cache_config,
+            max_seq_len=longest,
+            seq_lens_cpu_upper_bound=bounds,
             num_reqs=requests,
             num_tokens=requests,
             query_start_loc_gpu=self.starts[: requests + 1],
@@ -166,83 +170,6 @@ class ShallowPasses:
             positions=self.positions[:requests],
             is_prefilling=self.prefilling[:requests],
         )
-
-    def _metadata(self, bounds: Tensor | None, **batch: Any) -> dict[str, Any]:
-        """Metadata of the layers before the last exit; inside a CUDA graph they are computed
-        again at every replay.
-
-        So vLLM's metadata for capture are never used: some backends (Triton's) set the
-        sequence lengths to 1 there, and every replay would do so.
-        """
-        longest = (
-            self.max_model_len if bounds is None else int(bounds.numpy().max())
-        )
-        return build_attn_metadata(
-            attn_groups=self.speculator.attn_groups,
-            kv_cache_config=self.speculator.kv_cache_config,
-            max_seq_len=longest,
-            seq_lens_cpu_upper_bound=bounds,
-            **batch,
-        )
-
-    # Within a step --------------------------------------------------------------------
-
-    def of_requests(
-        self,
-        exit: int,
-        batch: Any,
-        requests: np.ndarray,
-        index: Tensor,
-        input_ids: Tensor,
-        positions: Tensor,
-    ) -> CutState:
-        """The layers before an exit over every token of some requests.
-
-        Args:
-            exit: its index.
-            batch: of the step, vLLM's InputBatch.
-            requests: places in the batch.
-            index: [tokens] indices of their tokens in the step.
-            input_ids, positions: [tokens of the step].
-
-        Returns:
-            States, [tokens, hidden].
-        """
-        lengths = batch.num_scheduled_tokens[requests]
-        starts = np.zeros(len(requests) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=starts[1:])
-        places = async_tensor_h2d(requests, device=self.device)
-        tables = self.speculator.block_tables
-        token_positions = positions.index_select(0, index)
-        mappings = tables.slot_mappings.index_select(1, index)
-        metadata = self._metadata(
-            batch.seq_lens_cpu_upper_bound[requests],
-            num_reqs=len(requests),
-            num_tokens=len(index),
-            query_start_loc_gpu=async_tensor_h2d(starts, device=self.device),
-            query_start_loc_cpu=torch.from_numpy(starts),
-            max_query_len=int(lengths.max()),
-            seq_lens=batch.seq_lens.index_select(0, places),
-            block_tables=[
-                table.index_select(0, places)
-                for table in tables.input_block_tables
-            ],
-            slot_mappings=mappings,
-            positions=token_positions,
-            is_prefilling=torch.from_numpy(batch.is_prefilling_np[requests]),
-        )
-        slots = build_slot_mappings_by_layer(
-            mappings, self.speculator.kv_cache_config
-        )
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=len(index),
-            slot_mapping=slots,
-        ):
-            return self.cut.shallow(
-                exit, input_ids.index_select(0, index), token_positions
-            )
 
 
 def on_device(groups: Iterable[Any]) -> bool:

@@ -158,7 +158,7 @@ class DeferredKVSpeculator(Speculator):
     def _capture_deep(self, graphs: ModelCudaGraphManager) -> None:
         """Capture the deep pass behind the current exit."""
         runner = self.runner
-        self.deferred.mode = "deep"
+        self.deferred.deep = True
         self.deferred.state_rows.zero_()
         try:
             graphs.capture(
@@ -179,7 +179,7 @@ class DeferredKVSpeculator(Speculator):
         stock = self.runner.cudagraph_manager.run_fullgraph
 
         def run_fullgraph(desc: Any) -> Any:
-            if self.deferred.mode == "deep" and desc in graphs.graphs:
+            if self.deferred.deep and desc in graphs.graphs:
                 return graphs.run_fullgraph(desc)
             return stock(desc)  # a full forward is right for every step
 
@@ -201,8 +201,7 @@ class DeferredKVSpeculator(Speculator):
         self.cut.exit = exit
 
     def begin_step(self, batch: Any) -> None:
-        # Token IDs do not describe the content of a multimodal prompt.
-        self.deferred.begin_step(batch, may_mix=not self.cut.embedded)
+        self.deferred.begin_step(batch)
 
     def end_step(self) -> None:
         self.deferred.end_step()

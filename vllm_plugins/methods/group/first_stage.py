@@ -33,14 +33,10 @@ class FirstStageCut(ModelCut):
     ahead: CutState | None = None  # of the step's tokens, until they are taken
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        state: CutState | None = None,
-        inputs_embeds: Tensor | None = None,
-    ) -> Tensor | CutState:
+        self, input_ids: Tensor | None, positions: Tensor, *args: Any
+    ) -> Any:
         if self.ahead is None:
-            return super().forward(input_ids, positions, state, inputs_embeds)
+            return super().forward(input_ids, positions, *args)
         hidden, residual = self.ahead
         self.ahead = None
         assert residual is not None

@@ -5,16 +5,12 @@ are left alone.
 
 import importlib.metadata
 import logging
-import sys
 from pathlib import Path
 
-import pytest
 from configured import drafting, from_dict, from_flags
 from conftest import Factory, our_log
 
 from vllm_ppd.vllm_plugins.config import activation
-from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.patches import start
 from vllm_ppd.vllm_plugins.registry import WORKER
 
 
@@ -78,23 +74,6 @@ def test_heads_folder_gives_method_and_defaults(
         assert vllm_config.model_config.model == str(tiny_model())
     config = drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4}))
     assert config.exit_layer == 4
-
-
-def test_a_refusal_ends_a_process_with_a_single_line(
-    tiny_model: Factory, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(OptionError) as refusal:
-        from_flags(tiny_model(), "--speculative-model ppd --ppd-gamma much")
-    capsys.readouterr()  # the tiny model may have been written just now
-    with pytest.raises(SystemExit) as end:
-        start.excepthook(
-            sys.__excepthook__,
-            OptionError,
-            refusal.value,
-            None,
-        )
-    assert end.value.code == 2
-    assert capsys.readouterr().err == f"vllm-ppd: error: {refusal.value}\n"
 
 
 def test_the_same_value_twice_is_no_conflict(tiny_model: Factory) -> None:

@@ -42,6 +42,7 @@ def refused(message: str) -> Iterator[None]:
         # What vLLM's settings rule out
         (f"{EARLY} --enable-lora", "LoRA .* is not supported"),
         (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
+        (f"{PPD} --enable-trace-replay", "trace replay"),
         (
             f"{PPD} --pipeline-parallel-size 2 --logits-processors a:B",
             "custom logits processors .* a worker group",

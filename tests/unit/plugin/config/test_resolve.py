@@ -10,12 +10,11 @@ import pytest
 from configured import drafting, from_dict, from_flags
 from conftest import Factory
 from heads_folders import make_heads
-from vllm.config import VllmConfig
 from vllm.v1.spec_decode.dynamic.utils import (
     validate_and_normalize_dynamic_sd_schedule,
 )
 
-from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
+from vllm_ppd.vllm_plugins.config.options import parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
@@ -152,14 +151,3 @@ def test_lookups_are_the_default_where_drafts_are_verified(
     config = resolved(given)
     assert config.prompt_lookup_min == expected
     assert ("lookup from" in config.summary()) == bool(expected)
-
-
-def test_vllm_asks_us_which_runner_it_has() -> None:
-    """Where we are not, the answer is vLLM's."""
-    vllm_config = VllmConfig()
-    # This CPU build has no Triton backend
-    assert vllm_config.use_v2_model_runner is False
-    vllm_config.additional_config = {
-        CONFIG_KEY: resolved({"method": "cp"}).model_dump_json()
-    }
-    assert vllm_config.use_v2_model_runner is True

@@ -36,6 +36,8 @@ MISSING = (
     f"{native.RUNNER}.cp_utils.",  # --decode-context-parallel-size
     f"{native.RUNNER}.sample.batch_shard.",  # --enable-batch-sharded-sampling
     f"{native.RUNNER}.sample.watermark.",  # --watermark-config
+    f"{native.RUNNER}.model_states.prompt_embeds.",  # --enable-prompt-embeds
+    f"{native.RUNNER}.sample.trace_replay.",  # --enable-trace-replay
     # A model with a recurrent state
     f"{native.RUNNER}.model_states.mamba_hybrid.",
     f"{native.RUNNER}.model_states.recoverssm.",

@@ -34,15 +34,12 @@ def test_states_of_another_exit_expire() -> None:
         is_prefilling_np=np.zeros(2, dtype=bool),
         num_tokens_after_padding=6,
     )
-    modes = []
     for exit in (0, 1):
         deferred.note_drafted(both, np.array([True, True]), 0)
         deferred.note_drafted(both[:1], np.array([True]), exit)
-        deferred.begin_step(batch, may_mix=True)
-        modes.append(deferred.mode)
-    assert modes == ["deep", "mixed"]
-    # Row 0 has states 0 to 2, row 1 those of padding
-    assert deferred.state_rows[:6].tolist() == [0, 1, 2, 9, 9, 9]
+        deferred.begin_step(batch)
+        assert deferred.deep == (exit == 0)
+    assert deferred.state_rows[:6].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_exits_have_graphs_while_memory_is_left(
