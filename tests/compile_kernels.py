@@ -181,9 +181,7 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
         torch.zeros(requests),
         0.5,
     )
-    joint_triton.draw_ngrams(
-        joints, likeliest, top, 3, True, sampling_of(requests)
-    )
+    joint_triton.draw_ngrams(joints, likeliest, top, sampling_of(requests))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.options import FullOptions
@@ -46,11 +40,11 @@ LayerTensors = Annotated[
 
 
 class JointSettings(BaseModel):
-    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one."""
+    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one.
+    Fields of earlier versions are ignored.
+    """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
     k: int = Field(
@@ -73,29 +67,6 @@ class JointSettings(BaseModel):
         "eps_b^(n-1) in the joint divided by its sum over the top-k (the paper does "
         "not divide it); 0 always takes n tokens, 1 always takes one",
     )
-    blur: int = Field(
-        3,
-        ge=1,
-        le=31,
-        description="kernel of the blur before Otsu's threshold; 1 disables it",
-    )
-    adaptive: bool = Field(
-        True, description="apply Otsu's threshold after the static one"
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        ge=1,
-        le=100,
-        description="divisor of n-grams that repeat a token (the paper: 1.1, and 100 "
-        "in its Fig. 11)",
-    )
-
-    @field_validator("blur")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("must be odd")
-        return value
 
 
 class DynaMoOptions(FullOptions):
