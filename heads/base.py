@@ -11,15 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.planning import Parts, Setting
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KINDS: dict[
     str, type[HeadsConfig]
@@ -189,14 +186,6 @@ class HeadsConfig(BaseModel, ABC):
     def is_count(cls, tensor: str) -> bool:
         """Whether a tensor of that name holds counts or n-grams, which are integers."""
         return tensor.startswith(cls.counts)
-
-    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse counts, known not to be negative, that no corpus can have (nothing by
-        default).
-
-        Raises:
-            ValueError: saying what is wrong with them.
-        """
 
     @property
     def layer_shapes(self) -> Shapes | None:

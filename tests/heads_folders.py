@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.folder import save_heads
 from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import decoder_layer, fingerprint
@@ -186,12 +187,15 @@ def draft(
     )
 
 
-def corpus(
-    seed: int = 0, documents: int = 12, vocab: int = 7
-) -> list[np.ndarray]:
+def corpus(seed: int = 0) -> list[np.ndarray]:
     """Token ids of documents of up to 30 tokens, some of them in hardly any."""
     rng = np.random.default_rng(seed)
-    return [
-        (rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab
-        for _ in range(documents)
-    ]
+    return [rng.integers(0, 7, rng.integers(0, 30)) ** 2 % 7 for _ in range(12)]
+
+
+def counted(
+    documents: list[np.ndarray], order: int, vocab: int = 7, **options: Any
+) -> CoOccurrence:
+    """The n-grams of documents."""
+    unigram = np.bincount(np.concatenate(documents), minlength=vocab)
+    return CoOccurrence.from_tokens(documents, unigram, order, **options)

@@ -6,7 +6,7 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,9 +19,6 @@ from vllm_ppd.heads.planning import (
     Share,
     Stored,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MASK = "mask."  # begins the names of the learned mask's tensors
 # PyTorch's names of modules and parameters
@@ -224,13 +221,6 @@ class DynaMoConfig(HeadsConfig):
     @property
     def layer_shapes(self) -> Shapes:
         return self.layer_tensors
-
-    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-
-        counts = CoOccurrence.from_tensors(tensors)
-        if counts is not None:
-            counts.check()
 
     def shapes(self) -> Shapes:
         shapes = {

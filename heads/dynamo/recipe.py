@@ -226,13 +226,11 @@ class DynaMoRecipe(HeadsRecipe):
                 unit=" documents",
                 mininterval=1,
             )
-            vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(
                 itertools.chain.from_iterable(documents),
-                vocab_size,
+                self.token_counts.numpy(),
                 options.tokens,
                 options.mask_entries,
-                self.token_counts.numpy(),
             )
         super().prepare_output(store, folder)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's joint, back-off and draws: Triton against torch."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -30,13 +28,10 @@ EPS_B = torch.tensor(
 )
 
 
-def ngrams(
-    orders: int, document: np.ndarray = DOCUMENT, **options: Any
-) -> Ngrams:
+def ngrams(orders: int, document: np.ndarray = DOCUMENT) -> Ngrams:
+    counts = np.bincount(document, minlength=VOCAB)
     with torch.device("cpu"):
-        table = CoOccurrence.from_tokens(
-            [document], VOCAB, orders, **options
-        ).ngrams
+        table = CoOccurrence.from_tokens([document], counts, orders).ngrams
     return table.to(DEVICE)
 
 
@@ -111,7 +106,7 @@ def test_is_the_reference_where_keys_are_of_frequent_tokens(
 ) -> None:
     monkeypatch.setattr(cooccurrence, "KEYS", 100**3 + 1)
     document = DOCUMENT**2 // VOCAB  # some tokens are frequent
-    table = ngrams(3, document, unigram=np.bincount(document, minlength=VOCAB))
+    table = ngrams(3, document)
     assert table.base == 100 and table.columns is not None
     same(candidates(2, 50, given), table, 1.0)
 

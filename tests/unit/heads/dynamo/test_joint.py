@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from heads_folders import corpus
+from heads_folders import corpus, counted
 from scipy.ndimage import gaussian_filter
 
 from vllm_ppd.heads.dynamo.config import JointSettings
@@ -109,7 +109,7 @@ def test_choice_is_algorithm_1(n: int, eps_b: float, alpha_c: float) -> None:
     """Every entry of the joint of the order that is taken, and the likeliest n-gram."""
     rows = 20 if n < 4 else 4
     heads = log_probs(rows, n)
-    counts = CoOccurrence.from_tokens(corpus(), VOCAB, n) if alpha_c else None
+    counts = counted(corpus(), n) if alpha_c else None
     settings = JointSettings(k=4, alpha_c=alpha_c, eps_b=eps_b)
     choice = select(heads, settings, counts)
     best = choice.likeliest.tokens
@@ -151,7 +151,7 @@ def test_eps_b_of_each_row() -> None:
 
 def test_conditioning_is_the_joint_given_the_first_token() -> None:
     heads = log_probs(VOCAB, 3)
-    counts = CoOccurrence.from_tokens(corpus(), VOCAB, 3)
+    counts = counted(corpus(), 3)
     settings = JointSettings(k=VOCAB)
     given = select(
         heads[1:],
