@@ -191,6 +191,7 @@ class TrainingOptions(Options):
             "device",
             "evaluation_tokens",
             "license",
+            "states_cache",
             "states_cache_gib",
             "tensor_parallel_size",
             "learning_rate",
@@ -351,10 +352,7 @@ class TrainingOptions(Options):
         return value
 
     def essence(self) -> dict[str, Any]:
-        options = super().essence()
-        # Without a cache, the windows of later epochs start elsewhere.
-        options["states_cache"] = self.states_cache is not None
-        return {"kind": self.kind, **options}
+        return {"kind": self.kind, **super().essence()}
 
 
 class HeadsOptions(TrainingOptions):

@@ -26,7 +26,6 @@ from vllm_ppd.heads.provenance import (
     data_in_words,
     provenance,
 )
-from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import (
     WORK,
@@ -195,8 +194,7 @@ class Run:
         )
         self.steps = options.steps or max(1, epochs)
         self.tokens_a_step = options.batch_size * options.sequence_length
-        is_cached = recipe.cache is not None
-        self.order = Order(store, options.seed, options.batch_size, is_cached)
+        self.order = Order(store, options.seed, options.batch_size)
         recipe.begin(store, fresh=not facts.step)
         groups = recipe.groups(options.learning_rate)
         make_optimizer = (
@@ -278,7 +276,7 @@ class Run:
             held_out.best = None
         tokens = self.saved * self.tokens_a_step
         self.processes.say(
-            f"{place(self.out)} continues at step {self.saved} of {self.steps}, after "
+            f"{self.out} continues at step {self.saved} of {self.steps}, after "
             f"{tokens:,} tokens"
         )
 
