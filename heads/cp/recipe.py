@@ -205,14 +205,7 @@ class CPRecipe(HeadsRecipe):
         counts: Counts = {
             "rows": torch.tensor(len(rows), device=rows.device),
             "joint": -chain.detach().sum(),
-            "known": known.sum(),
-            "learnt": is_learnt.sum(0),
-            "experts": torch.bincount(
-                log_weights.argmax(-1), minlength=head.rank
-            ),
         }
-        for factor, log_prob in enumerate(chain.detach().unbind(1)):
-            counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
         if self.full:
             following, is_text = batch.ahead(1)
             is_text = is_text[:, 0]  # also where no draft follows it
@@ -280,35 +273,11 @@ class CPRecipe(HeadsRecipe):
         return torch.cat(drafts) == index_of[greedy]
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        def mean(name: str, digits: int = 4) -> float:
-            return round(counts[name] / counts["rows"], digits)
-
-        head = self.head
-        first = 1 + head.lead
-        learnt = [counts[f"learnt.{i}"] for i in range(head.factors)]
-        of_positions = [
-            counts[f"position.{first + i}"] for i in range(head.factors)
-        ]
-        figures = {
-            "joint_nats": mean("joint"),
-            "joint_nats_a_token": round(counts["joint"] / sum(learnt), 4),
-            "first_position": first,
-            "conditional_nats_by_position": [
-                round(nats / max(count, 1), 4)
-                for nats, count in zip(of_positions, learnt, strict=True)
-            ],
-            "share_of_experts": [
-                mean(f"experts.{a}", 3) for a in range(head.rank)
-            ],
+        return {
+            f"{name}_nats": round(counts[name] / counts["rows"], 4)
+            for name in ("joint", "next_token", "distilled")
+            if name in counts
         }
-        for name in ("next_token", "distilled"):
-            if name in counts:
-                figures[f"{name}_nats"] = mean(name)
-        if self.token_ids is not None:
-            figures["tokens_in_vocabulary"] = round(
-                counts["known"] / sum(learnt), 4
-            )
-        return figures
 
     def config(self) -> HeadsConfig:
         options = self.options
