@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_tensors
-from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 
@@ -167,13 +166,13 @@ class StatesCache:
                 f"--states-cache needs {needed / GIB:.2f} GiB besides the "
                 f"{others / GIB:.2f} GiB of other data there, but --states-cache-gib "
                 f"allows {most_bytes / GIB:g}; raise it, or delete old folders in "
-                f"{place(folder)}"
+                f"{folder}"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
                 f"--states-cache needs {needed / GIB:.2f} GiB, but the disk of "
-                f"{place(folder)} has {free / GIB:.2f} GiB free; use another folder, "
+                f"{folder} has {free / GIB:.2f} GiB free; use another folder, "
                 "or do not cache"
             )
