@@ -95,11 +95,3 @@ def test_balance_loss_lowers_the_dominant_expert() -> None:
     assert logits.grad is not None
     after = (logits - 0.1 * logits.grad).log_softmax(-1)
     assert (after[:, 1] < before[:, 1]).all()
-
-
-def test_balance_loss_vanishes_where_there_is_no_imbalance() -> None:
-    balanced = (2 * torch.eye(3, dtype=torch.float64).repeat(4, 1)).log_softmax(
-        -1
-    )
-    assert balance_loss(balanced).item() == pytest.approx(0.0, abs=1e-24)
-    assert balance_loss(torch.zeros(5, 1)).item() == 0.0
