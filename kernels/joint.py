@@ -102,16 +102,8 @@ class Likeliest(NamedTuple):
 def mask(ids: Sequence[Tensor], ngrams: Ngrams) -> Tensor:
     """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted:
     [rows, k_1, ..., k_n] float32.
-
-    Raises:
-        ValueError: if n-grams of that order were not counted.
     """
     order = len(ids)
-    if not 2 <= order <= len(ngrams.bounds):
-        raise ValueError(
-            f"n-grams of order {order} were not counted; the highest order is "
-            f"{len(ngrams.bounds)}"
-        )
     wanted = ngrams.digits(ids[0])
     for axis, of_head in enumerate(ids[1:], start=1):
         digits = _on_axis(ngrams.digits(of_head), axis, axis + 1)
@@ -124,10 +116,10 @@ def mask(ids: Sequence[Tensor], ngrams: Ngrams) -> Tensor:
 
 
 def find_peaks(
-    top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
+    top: Top, ngrams: Ngrams | None, with_joints: bool = True
 ) -> tuple[Peaks, list[Tensor]]:
     """Build each order's joint: the product of heads' probabilities in their top-k (eq.
-    2) and of their pairs, times mask^alpha_c (eq. 6).
+    2) and of their pairs, times the mask (eq. 6, alpha_c = 1).
 
     The mask is a ratio of probabilities and may exceed 1. Without division by its sum,
     the joint might, too, and eps_b would mean nothing.
@@ -135,7 +127,6 @@ def find_peaks(
     Args:
         top: the candidates for n tokens.
         ngrams: n-grams of every order; None: the joint is the plain product.
-        alpha_c: exponent of the mask.
         with_joints: whether to return the joints themselves.
 
     Returns:
@@ -158,7 +149,7 @@ def find_peaks(
             )
         joint = product
         if ngrams is not None and order > 1:
-            joint = product * mask(top.token_ids[:order], ngrams) ** alpha_c
+            joint = product * mask(top.token_ids[:order], ngrams)
         joints.append(joint)
     return peaks_of(joints), joints
 
@@ -228,8 +219,6 @@ def gaussian_blur(joint: Tensor) -> Tensor:
     """Blur every token axis with a separable Gaussian of size 3, edges replicated."""
     for axis in range(1, joint.dim()):
         size = joint.shape[axis]
-        if size == 1:  # it would be averaged with copies of itself
-            continue
         places = torch.arange(size, device=joint.device)
         before = joint.index_select(axis, (places - 1).clamp(min=0))
         after = joint.index_select(axis, (places + 1).clamp(max=size - 1))

@@ -81,7 +81,6 @@ def _find_peaks(
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
-    ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -133,8 +132,6 @@ def _find_peaks(
                 low = tl.where(less, middle + 1, low)
                 high = tl.where(less, high, middle)
             ratio = tl.load(ngrams.ratios + low)
-            if ALPHA != 1:
-                ratio = tl.exp2(ALPHA * tl.log2(ratio))
             product *= tl.where(tl.load(ngrams.keys + low) == wanted, ratio, 0.0)
     best = tl.max(tl.where(inside, pack(product, entry), NOTHING), axis=0)
     product_inside = tl.where(inside, product, 0.0)
@@ -216,7 +213,7 @@ def _back_off(
 
 
 def find_peaks(
-    top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
+    top: Top, ngrams: Ngrams | None, with_joints: bool = True
 ) -> tuple[Peaks, list[Tensor]]:
     """Same as the reference, but with several parts per row."""
     heads, rows, k = top.ids.shape
@@ -244,7 +241,6 @@ def find_peaks(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         GIVEN=given,
-        ALPHA=alpha_c,
         BLOCK=BLOCK,
     )
     return peaks, joints

@@ -130,8 +130,8 @@ def candidates(
 
     With first_token, head 1 is replaced by that token with probability 1, and its
     logits are not needed: the joint is then conditioned on the token that the target
-    has sampled, and thresholds apply to the conditional. Without a mask (none counted,
-    or alpha_c = 0) the joint is the plain product.
+    has sampled, and thresholds apply to the conditional. Without counted n-grams the
+    joint is the plain product.
     """
     if not isinstance(scores, Tensor):
         scores = torch.stack([*scores])
@@ -144,6 +144,4 @@ def candidates(
         alone = top.scores[1:].log_softmax(-1).unsqueeze(2)
         pairs = tables.logits(best.indices) / heat.unsqueeze(-1)
         top = top._replace(pairs=(alone + pairs).log_softmax(-1) - alone)
-    ngrams = ngrams if settings.alpha_c else None
-    find = chosen(find_peaks, ids)
-    return Candidates(top, *find(top, ngrams, settings.alpha_c, with_joints))
+    return Candidates(top, *chosen(find_peaks, ids)(top, ngrams, with_joints))

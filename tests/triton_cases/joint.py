@@ -44,11 +44,11 @@ def candidates(heads: int, k: int, given: bool, learned: bool = False) -> Top:
 
 
 def same(
-    top: Top, table: Ngrams | None, alpha_c: float, eps_b: torch.Tensor = EPS_B
+    top: Top, table: Ngrams | None, eps_b: torch.Tensor = EPS_B
 ) -> Likeliest:
     """The kernels' choice, equal to the reference's."""
-    peaks, joints = find_peaks(top, table, alpha_c)
-    expected, expected_joints = reference.find_peaks(top, table, alpha_c)
+    peaks, joints = find_peaks(top, table)
+    expected, expected_joints = reference.find_peaks(top, table)
     torch.testing.assert_close(
         [peaks.sums.sum(-1), *joints],
         [expected.sums.sum(-1), *expected_joints],
@@ -57,7 +57,6 @@ def same(
     without, nothing = find_peaks(
         top,
         table,
-        alpha_c,
         with_joints=False,
     )
     torch.testing.assert_close(tuple(without), tuple(peaks), equal_nan=True)
@@ -79,23 +78,21 @@ def same(
 
 
 @pytest.mark.parametrize(
-    ("heads", "k", "given", "alpha_c"),
+    ("heads", "k", "given", "masked"),
     [
-        (1, 50, True, 1.0),
-        (2, 50, True, 1.0),
-        (2, 50, False, None),
-        (2, 1, True, 0.5),
-        (3, 20, True, 0.5),
-        (3, 7, False, 1.0),
+        (1, 50, True, True),
+        (2, 50, True, True),
+        (2, 50, False, False),
+        (2, 1, True, True),
+        (3, 20, True, True),
+        (3, 7, False, True),
     ],
 )
-def test_is_the_reference(
-    heads: int, k: int, given: bool, alpha_c: float | None
-) -> None:
-    table = None if alpha_c is None else ngrams(max(2, heads + given))
+def test_is_the_reference(heads: int, k: int, given: bool, masked: bool) -> None:
+    table = ngrams(max(2, heads + given)) if masked else None
     for learned in (False, True):
         top = candidates(heads, k, given, learned)
-        chosen = same(top, table, alpha_c or 0.0)
+        chosen = same(top, table)
         assert chosen.order[4] == 1
         assert k == 1 or table is not None or chosen.order[0] == heads + given
 
@@ -108,7 +105,7 @@ def test_is_the_reference_where_keys_are_of_frequent_tokens(
     document = DOCUMENT**2 // VOCAB  # some tokens are frequent
     table = ngrams(3, document)
     assert table.base == 100 and table.columns is not None
-    same(candidates(2, 50, given), table, 1.0)
+    same(candidates(2, 50, given), table)
 
 
 @pytest.mark.parametrize("damaged", [torch.nan, torch.inf])
@@ -120,7 +117,6 @@ def test_a_joint_that_is_not_finite_drafts_one_invalid_token(
     chosen = same(
         top,
         ngrams(3),
-        1.0,
         eps_b=torch.zeros(ROWS),
     )
     assert chosen.order[[0, 2]].tolist() == [1, 1]
@@ -132,7 +128,7 @@ def test_the_first_and_the_last_counted_n_gram_are_seen() -> None:
     ids = ends.view(1, ROWS, 2)
     top = Top(torch.zeros(1, ROWS, 2), ids, ends[:ROWS].clone())
     document = np.array([0, 0, VOCAB - 1, VOCAB - 1])
-    chosen = same(top, ngrams(2, document), 1.0)
+    chosen = same(top, ngrams(2, document))
     assert chosen.tokens[:2].tolist() == [[0, 0], [VOCAB - 1, VOCAB - 1]]
 
 
@@ -143,7 +139,7 @@ def drawn_from(
     of them all zero.
     """
     top = candidates(heads, k, given)
-    _, products = reference.find_peaks(top, None, 0.0)
+    _, products = reference.find_peaks(top, None)
     joints = [product * torch.rand_like(product) for product in products]
     joints[-1][-1] = 0
     return (
