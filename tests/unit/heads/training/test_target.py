@@ -17,7 +17,7 @@ from torch.nn import functional
 from vllm_ppd.heads.dynamo.config import DynaMoOptions
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.target import decoder_layer, fingerprint
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training import target as targets
 from vllm_ppd.heads.training.packed_attention import (
     NAME,
@@ -130,9 +130,6 @@ def test_text_models_of_multimodal_models(tmp_path: Path, family: str) -> None:
     tiny_multimodal.with_images(tmp_path, family)
     target = Target(str(tmp_path), torch.device("cpu"), torch.float32)
     assert fingerprint(tmp_path).lm_head is not None
-    layer = target.layers[-1].state_dict()
-    shapes = {name: list(tensor.shape) for name, tensor in layer.items()}
-    assert decoder_layer(target.config) == shapes
     assert not target.passes_masks
 
 
