@@ -53,9 +53,9 @@ class TargetLayers(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     model_type: str
-    hidden_size: int = Field(ge=1, le=1 << 20)
-    vocab_size: int = Field(ge=1, le=1 << 26)
-    num_hidden_layers: int = Field(ge=2, le=4096)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=2)
 
 
 class HeadsConfig(BaseModel, ABC):
@@ -106,8 +106,6 @@ class HeadsConfig(BaseModel, ABC):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
     fingerprint: TargetFingerprint = TargetFingerprint()
-    # Of an earlier version, which nothing reads
-    calibration: Any = Field(None, exclude=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -186,13 +184,6 @@ class HeadsConfig(BaseModel, ABC):
     def is_count(cls, tensor: str) -> bool:
         """Whether a tensor of that name holds counts or n-grams, which are integers."""
         return tensor.startswith(cls.counts)
-
-    @property
-    def layer_shapes(self) -> Shapes | None:
-        """Shapes by name of the target's decoder layer that the heads have layers like
-        (None: they have none).
-        """
-        return None
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout, which only this package reads, and

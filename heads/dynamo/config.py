@@ -21,19 +21,6 @@ from vllm_ppd.heads.planning import (
 )
 
 MASK = "mask."  # begins the names of the learned mask's tensors
-# PyTorch's names of modules and parameters
-LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"
-
-LayerTensors = Annotated[
-    dict[
-        Annotated[str, Field(pattern=LAYER_TENSOR, max_length=200)],
-        Annotated[
-            list[Annotated[int, Field(ge=1, le=1 << 30)]],
-            Field(min_length=1, max_length=4),
-        ],
-    ],
-    Field(min_length=1, max_length=4096),
-]
 
 
 class JointSettings(BaseModel):
@@ -49,12 +36,6 @@ class JointSettings(BaseModel):
         ge=1,
         le=128,
         description="top-k of each head",
-    )
-    alpha_c: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="power of the co-occurrence mask (eq. 6); 0 disables it",
     )
     eps_b: float = Field(
         0.5,
@@ -78,11 +59,6 @@ class DynaMoOptions(FullOptions):
         "adamw",
         description="AdamW (the paper), or Muon for the heads' matrices and AdamW for "
         "the rest",
-    )
-    learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="LR_M, peak learning rate of the token heads (Table 5)",
     )
     warmup: float = Field(
         0.01,
@@ -112,7 +88,6 @@ class DynaMoOptions(FullOptions):
     mask_rank: int = Field(
         64,
         ge=0,
-        le=4096,
         description="rank of a learned mask, by which heads read the newest token and "
         "the draft before; 0: none (the paper)",
     )
@@ -167,10 +142,11 @@ class DynaMoConfig(HeadsConfig):
     tokens: int = Field(
         ge=2, le=4, description="n: tokens of the joint; head 1 is the target"
     )
-    layer_tensors: LayerTensors = Field(
+    layer_tensors: Shapes = Field(
+        min_length=1,
         description=(
             "tensors of a token head, with the names in the target's decoder layer"
-        )
+        ),
     )
     # JSON's keys are strings.
     cooccurrence_entries: dict[
@@ -179,7 +155,7 @@ class DynaMoConfig(HeadsConfig):
         default_factory=dict, description="number of counted n-grams, by order"
     )
     mask_rank: int = Field(
-        0, ge=0, le=4096, description="rank of the learned mask (0: none)"
+        0, ge=0, description="rank of the learned mask (0: none)"
     )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}),
@@ -217,10 +193,6 @@ class DynaMoConfig(HeadsConfig):
     @property
     def counts_tensor(self) -> str | None:
         return "cooccurrence.unigram" if self.cooccurrence_entries else None
-
-    @property
-    def layer_shapes(self) -> Shapes:
-        return self.layer_tensors
 
     def shapes(self) -> Shapes:
         shapes = {

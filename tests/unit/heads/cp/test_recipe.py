@@ -321,7 +321,6 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
         ({"factorised": False}, "needs factorised heads; use 'none'"),
-        ({"condition": "chain"}, "train new heads with --condition recurrent"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
