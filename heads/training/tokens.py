@@ -30,7 +30,6 @@ SPLITS = ("train", "held_out")
 # `counted`: in the loss; `begins`: the first of its document
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])
 NAME = "tokens.json"  # describes the data of the token files next to it
-LOOKED_AT = 16  # windows at once
 COUNTED = 1 << 20  # tokens at once
 FORMAT = 6  # of token files: incremented when the same data is stored differently
 
@@ -174,21 +173,10 @@ class TokenStore:
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
 
-    def has_rows(
-        self,
-        split: str,
-        ahead: int,
-        windows: int | None = None,
-    ) -> bool:
-        """Whether any of the first windows (None: of all) has so many tokens in a row
-        that count.
-        """
-        windows = self.num_windows(split) if windows is None else windows
-        for start in range(0, windows, LOOKED_AT):
-            batch = self.batch(
-                split, range(start, min(start + LOOKED_AT, windows))
-            )
-            if batch.ahead(ahead)[1][:, -1].any():
+    def has_rows(self, ahead: int) -> bool:
+        """Whether any training window has so many tokens in a row that count."""
+        for window in range(self.num_windows()):
+            if self.batch("train", [window]).ahead(ahead)[1][:, -1].any():
                 return True
         return False
 
