@@ -79,7 +79,11 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 def test_balance_loss_is_that_of_the_hard_counts() -> None:
     torch.manual_seed(3)
-    log_weights = torch.randn(20, 4, dtype=torch.float64).log_softmax(-1)
+    log_weights = torch.randn(
+        20,
+        4,
+        dtype=torch.float64,
+    ).log_softmax(-1)
     counts = log_weights.argmax(dim=1).bincount(minlength=4).double()
     expected = (counts / 20 - 1 / 4).square().sum().item()
     assert balance_loss(log_weights).item() == pytest.approx(expected, rel=1e-12)

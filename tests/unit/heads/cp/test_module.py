@@ -35,7 +35,11 @@ class Made:
     embeddings that it may read.
     """
 
-    def __init__(self, form: str, positions: int = POSITIONS) -> None:
+    def __init__(
+        self,
+        form: str,
+        positions: int = POSITIONS,
+    ) -> None:
         shape = {"positions": positions, "rank": RANK, "inner_size": 5}
         self.head = cp_head(
             SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]

@@ -325,4 +325,10 @@ def test_from_scratch(tiny_model: Factory) -> None:
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CPOptions(model="m", data=("d",), out="o", **SIZES, **options)
+        CPOptions(
+            model="m",
+            data=("d",),
+            out="o",
+            **SIZES,
+            **options,
+        )

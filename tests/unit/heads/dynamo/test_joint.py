@@ -37,7 +37,11 @@ def select(
     return joint.back_off(settings, eps_b)
 
 
-def log_probs(rows: int, n: int, sharp: float = 2.0) -> list[torch.Tensor]:
+def log_probs(
+    rows: int,
+    n: int,
+    sharp: float = 2.0,
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     scores = sharp * torch.randn(
         n,
@@ -92,7 +96,12 @@ def slow_choice(
         entries /= entries.sum() or 1
         floor = settings.eps_b ** (n - 1)
         entries[entries < floor] = 0
-        blurred = gaussian_filter(entries, 0.8, mode="nearest", radius=1)
+        blurred = gaussian_filter(
+            entries,
+            0.8,
+            mode="nearest",
+            radius=1,
+        )
         below = blurred < slow_otsu(blurred.ravel())
         entries[below & (entries < entries.max())] = 0
         if entries.max() > floor:
@@ -103,7 +112,11 @@ def slow_choice(
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("eps_b", [0.0, 0.1, 0.3, 1.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_choice_is_algorithm_1(n: int, eps_b: float, masked: bool) -> None:
+def test_choice_is_algorithm_1(
+    n: int,
+    eps_b: float,
+    masked: bool,
+) -> None:
     """Every entry of the joint of the order that is taken, and the likeliest n-gram."""
     rows = 20 if n < 4 else 4
     heads = log_probs(rows, n)
@@ -198,9 +211,24 @@ def test_a_learned_mask_makes_conditionals() -> None:
     embeddings = torch.randn(VOCAB, size, generator=generator)
     lm_head = torch.randn(VOCAB, size, generator=generator)
     tensors = {
-        "mask.newest": torch.randn(2, size, size, generator=generator),
-        "mask.before": torch.randn(1, rank, size, generator=generator),
-        "mask.after": torch.randn(1, rank, size, generator=generator),
+        "mask.newest": torch.randn(
+            2,
+            size,
+            size,
+            generator=generator,
+        ),
+        "mask.before": torch.randn(
+            1,
+            rank,
+            size,
+            generator=generator,
+        ),
+        "mask.after": torch.randn(
+            1,
+            rank,
+            size,
+            generator=generator,
+        ),
     }
     mask = LearnedMask(tensors)
     ids = torch.arange(VOCAB)
@@ -209,7 +237,12 @@ def test_a_learned_mask_makes_conditionals() -> None:
     )
     first = torch.tensor([2, 0, 5])
     heat = torch.tensor([[0.5], [1.0], [2.0]])
-    states = torch.randn(2, rows, size, generator=generator)
+    states = torch.randn(
+        2,
+        rows,
+        size,
+        generator=generator,
+    )
     newest = embeddings[first][:, None]
     read = [s + mask(token, newest) for token, s in enumerate(states, start=2)]
     joint = candidates(

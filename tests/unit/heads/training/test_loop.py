@@ -116,7 +116,12 @@ def test_token_heads_of_a_large_vocabulary(
         "large-vocabulary", lambda folder: tiny.make_model(folder, **sizes)
     )
     small = {"steps": 2, "batch_size": 1, "evaluation_tokens": 64}
-    folder = train("dynamo", model, num_speculative_tokens=3, **small)
+    folder = train(
+        "dynamo",
+        model,
+        num_speculative_tokens=3,
+        **small,
+    )
     entries = check_folder(folder).cooccurrence_entries
     assert set(entries) == {2, 3, 4} and min(entries.values()) > 20
 

@@ -131,7 +131,11 @@ def test_cached_states_are_the_targets(
         assert cached.top_ids is not None and cached.top_log_probs is not None
         assert torch.equal(cached.top_ids, best.indices)
         torch.testing.assert_close(cached.top_log_probs, best.values, **ROUNDED)
-    after = target.run(batch, ALL.exits, stem=True)  # its layers do what they did
+    after = target.run(
+        batch,
+        ALL.exits,
+        stem=True,
+    )  # its layers do what they did
     assert torch.equal(after.final, direct.final)
 
 
