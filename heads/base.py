@@ -11,15 +11,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from importlib import metadata
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.planning import Parts, Setting
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KINDS: dict[
     str, type[HeadsConfig]
@@ -56,9 +53,9 @@ class TargetLayers(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
     model_type: str
-    hidden_size: int = Field(ge=1, le=1 << 20)
-    vocab_size: int = Field(ge=1, le=1 << 26)
-    num_hidden_layers: int = Field(ge=2, le=4096)
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=2)
 
 
 class HeadsConfig(BaseModel, ABC):
@@ -109,8 +106,6 @@ class HeadsConfig(BaseModel, ABC):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
     fingerprint: TargetFingerprint = TargetFingerprint()
-    # Of an earlier version, which nothing reads
-    calibration: Any = Field(None, exclude=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -189,21 +184,6 @@ class HeadsConfig(BaseModel, ABC):
     def is_count(cls, tensor: str) -> bool:
         """Whether a tensor of that name holds counts or n-grams, which are integers."""
         return tensor.startswith(cls.counts)
-
-    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse counts, known not to be negative, that no corpus can have (nothing by
-        default).
-
-        Raises:
-            ValueError: saying what is wrong with them.
-        """
-
-    @property
-    def layer_shapes(self) -> Shapes | None:
-        """Shapes by name of the target's decoder layer that the heads have layers like
-        (None: they have none).
-        """
-        return None
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout, which only this package reads, and

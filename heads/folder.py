@@ -113,7 +113,7 @@ def load_tensors(
     Raises:
         HeadsError: as load_config; if weights are missing or damaged; if a tensor is
             missing, has another shape or dtype, or holds non-finite numbers or
-            impossible counts.
+            negative counts.
     """
     folder = whole_folder(folder)
     config = load_config(folder, wanted)
@@ -127,13 +127,6 @@ def load_tensors(
             name: _checked_tensor(config, name, shape, stored)
             for name, shape in config.shapes().items()
         }
-        config.check_counts(
-            {
-                name: tensors[name].numpy()
-                for name in tensors
-                if config.is_count(name)
-            }
-        )
     except ValueError as error:
         where = named(Path(folder, WEIGHTS_NAME))
         raise HeadsError(

@@ -20,7 +20,6 @@ from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
 from vllm_ppd.heads.files import write_json, writing_file
 from vllm_ppd.heads.options import DataOptions
-from vllm_ppd.heads.text import place
 
 NUMBER = 1000  # chats to write if neither a number nor prompts are given
 STRIDE = 4  # distance between prompts from a text, in prompt lengths
@@ -70,10 +69,10 @@ class ChatFile:
                 stored = dict(json.loads(options.read_bytes()))
             except (OSError, ValueError, TypeError):
                 raise TrainingError(
-                    f"--out {place(path)} was not written by `ppd data`; use another "
+                    f"--out {path} was not written by `ppd data`; use another "
                     "file"
                 ) from None
-            written = f"--out {place(path)} was written"
+            written = f"--out {path} was written"
             refuse_other_options(written, stored, essence, "another file")
             self._read()
         write_json(options, essence)
@@ -105,7 +104,7 @@ class ChatFile:
                     self._note(json.loads(line))
                 except (ValueError, TypeError, KeyError):
                     raise TrainingError(
-                        f"{place(self.path, number)} is damaged; delete this line and "
+                        f"{self.path}:{number} is damaged; delete this line and "
                         "run the command again"
                     ) from None
                 end += len(line)

@@ -9,6 +9,7 @@ vocabulary of 128K).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,13 +111,10 @@ def first_guess(counts: Tensor) -> int | None:
     """
     share = covered(counts)
     enough = int((share < ALMOST_ALL).sum()) + 1
-    size = max(MIN_SIZE, _round_up(min(enough, len(counts) / 4)))
+    grains = math.ceil(min(enough, len(counts) / 4) / GRAIN)
+    size = max(MIN_SIZE, grains * GRAIN)
     return (
         size
         if size < len(counts) and float(share[size - 1]) >= MIN_SHARE
         else None
     )
-
-
-def _round_up(size: float) -> int:
-    return -int(-size // GRAIN) * GRAIN

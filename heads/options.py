@@ -13,7 +13,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
 from typing_extensions import Self
@@ -44,6 +43,7 @@ PromptTokens = Annotated[
         description="number of leading tokens of a plain text that form its prompt",
     ),
 ]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 TensorParallel = Annotated[
     int, Field(ge=1, description="GPUs among which vLLM divides the model")
 ]
@@ -191,6 +191,7 @@ class TrainingOptions(Options):
             "device",
             "evaluation_tokens",
             "license",
+            "states_cache",
             "states_cache_gib",
             "tensor_parallel_size",
             "learning_rate",
@@ -267,7 +268,7 @@ class TrainingOptions(Options):
         description="fraction of the steps in which the learning rate rises; a cosine "
         "follows",
     )
-    betas: Annotated[tuple[float, float], COMMAS] = Field(
+    betas: Annotated[tuple[Beta, Beta], COMMAS] = Field(
         (0.9, 0.95),
         description="betas of AdamW (DynaMo, A.1); the first is the momentum of Muon",
     )
@@ -319,7 +320,9 @@ class TrainingOptions(Options):
         "epochs and runs on the same data",
     )
     states_cache_gib: float = Field(
-        20.0, gt=0, description="maximum size of --states-cache in GiB"
+        20.0,
+        gt=0,
+        description="maximum size of a training's states in --states-cache, in GiB",
     )
     states_from: Literal["transformers", "vllm"] = Field(
         "transformers",
@@ -343,18 +346,8 @@ class TrainingOptions(Options):
     trust_remote_code: TrustRemoteCode = False
     license: License = "other"
 
-    @field_validator("betas")
-    @classmethod
-    def _in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ValueError("both must be at least 0 and below 1")
-        return value
-
     def essence(self) -> dict[str, Any]:
-        options = super().essence()
-        # Without a cache, the windows of later epochs start elsewhere.
-        options["states_cache"] = self.states_cache is not None
-        return {"kind": self.kind, **options}
+        return {"kind": self.kind, **super().essence()}
 
 
 class HeadsOptions(TrainingOptions):

@@ -36,12 +36,14 @@ class Timing(Stored):
 
 
 class Counts(Stored):
-    """Expected counts of an engine on some texts, in vLLM's terms."""
+    """Expected counts of an engine on some texts, in vLLM's terms; they add up over
+    texts.
+    """
 
-    cycles: Amount
-    drafts: Amount = 0.0
-    drafted: Amount
-    accepted: Amount = 0.0
+    cycles: Amount  # forward passes after the prompt
+    drafts: Amount = 0.0  # passes with drafts to verify
+    drafted: Amount  # drafted tokens
+    accepted: Amount = 0.0  # accepted tokens
     rate: Share = 0.0  # accepted / drafted
     length: float = Field(1.0, ge=1, le=17)  # 1 + accepted / drafts
 
@@ -105,23 +107,14 @@ class Setting(NamedTuple):
     layers: float
     reads: float  # reads of the whole LM head that it adds
 
-    def cycle(self, num_layers: int, head_share: float) -> float:
-        """Work of a cycle in full passes at batch 1, where memory bandwidth is the
-        limit; h is the LM head's share.
-        """
-        return (
-            1
-            + self.layers * (1 - head_share) / num_layers
-            + head_share * self.reads
-        )
-
 
 def recommend(config: Any, parts: Parts) -> dict[str, Any]:
     """The setting of trained heads with the highest predicted speed-up on sampled
     texts.
 
     The speed-up is the tokens of a step over its cost, in passes of the target at batch
-    1. The cost counts the weights that are read, and leaves out the host's work.
+    1, where memory bandwidth is the limit. The cost counts the weights that are read,
+    of which the LM head's share is h, and leaves out the host's work.
 
     Returns:
         The fields of the heads' configuration, and `acceptance_length`,
@@ -129,10 +122,11 @@ def recommend(config: Any, parts: Parts) -> dict[str, Any]:
         measured.
     """
     best: dict[str, Any] = {"predicted_speedup": 0.0}
+    num_layers = config.target.num_hidden_layers
+    share = parts.timing.lm_head_share  # h
     for setting in config.settings(parts):
-        passes = setting.cycle(
-            config.target.num_hidden_layers, parts.timing.lm_head_share
-        )
+        passes = 1 + setting.layers * (1 - share) / num_layers
+        passes += setting.reads * share
         speedup = round(setting.length / passes, 4)
         if speedup > best["predicted_speedup"]:
             best = dict(setting.options)

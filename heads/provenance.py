@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,7 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.planning import Stored
-from vllm_ppd.heads.text import StrPath, first_problem, in_words
+from vllm_ppd.heads.text import StrPath, first_problem
 
 PROVENANCE_NAME = "provenance.json"
 PACKAGES = (
@@ -119,13 +119,7 @@ class Provenance(Stored):
     time: str
     tokens: int | None = None
     steps: int | None = None
-    held_out_before: dict[str, Any] = Field(default_factory=dict)
-    held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
-    documents_in_data: int | None = None
-    answers_in_data: int | None = None
-    counted_tokens_in_data: int | None = None
-    skipped_records: dict[str, int] = Field(default_factory=dict)
     # Names without their folders, and sizes in bytes
     data_files: list[dict[str, Any]] = Field(default_factory=list)
 
@@ -207,10 +201,6 @@ def _body(config: HeadsConfig, facts: Provenance, calibration: str | None) -> st
     name = shown_target(config)
     target = config.target
     served = name if hub_name(config.verifier) else "TARGET"
-    held_out = "".join(
-        f"\n- held out, {key}: {facts.held_out_before.get(key)} before, {value} after"
-        for key, value in facts.held_out_after.items()
-    )
     return f"""\
 # {config.kind} heads for {name}
 
@@ -222,8 +212,7 @@ distribution, up to rounding.
 hidden size {target.hidden_size}, vocabulary {target.vocab_size})
 - heads: {config.kind}: {config.describe()}, {config.dtype}
 - recommended drafts per step: {config.num_speculative_tokens}
-- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens{held_out}
-- data: {data_in_words(facts.model_dump())}
+- trained: {facts.time}, {facts.steps} steps, {facts.tokens} tokens (`provenance.json`)
 - files: speculators' layout, read by vllm-ppd
 
     vllm serve {served} --speculative-model HEADS    # this repository, or a folder with its files
@@ -231,18 +220,6 @@ hidden size {target.hidden_size}, vocabulary {target.vocab_size})
 ## Calibration
 
 {calibration or "Not calibrated (`ppd calibrate`)."}"""
-
-
-def data_in_words(facts: Mapping[str, Any]) -> str:
-    """What a training used of its data and what it left out, from its provenance."""
-    if facts["answers_in_data"] is None:
-        return "not known"
-    skipped = in_words(facts["skipped_records"])
-    return (
-        f"{facts['documents_in_data']:,} records, {facts['answers_in_data']:,} answers "
-        f"or texts, {facts['counted_tokens_in_data']:,} tokens of them; left out: "
-        f"{skipped}"
-    )
 
 
 def _base_model(name: str) -> str | None:

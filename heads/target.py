@@ -6,7 +6,6 @@ No model is loaded: configuration, vocabulary and a few rows of the LM head tell
 models apart.
 """
 
-import copy
 import hashlib
 import json
 import os
@@ -15,7 +14,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from vllm_ppd.heads.base import HeadsConfig, Shapes, TargetFingerprint
+from vllm_ppd.heads.base import HeadsConfig, TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.text import StrPath, quoted
@@ -214,15 +213,6 @@ def check_target(
         raise HeadsError(
             f"{other}: the hash of its vocabulary differs; {instead}"
         )
-    layer = config.layer_shapes
-    expected = None if layer is None else decoder_layer(target)
-    if layer is not None and expected is not None:
-        for name in sorted({*layer, *expected}):
-            shape = layer.get(name, "none")
-            wanted = expected.get(name, "none")
-            if shape != wanted:
-                problem = f"{quoted(name)} has shape {shape} there, but {wanted}"
-                raise HeadsError(f"{other}: {problem} in this model; {instead}")
     if not _differ(config.fingerprint.lm_head, fingerprint.lm_head):
         return None
     weights = (
@@ -270,30 +260,3 @@ def check_on_disk(
     except (OSError, ValueError):
         return None
     return check_target(config, folder, text, fingerprint(target)) or ""
-
-
-def decoder_layer(target: Any) -> Shapes | None:
-    """Names and shapes of the last decoder layer's tensors, from a transformers model
-    without weights.
-
-    None for a target that transformers cannot build, or whose layers are not found.
-    """
-    import torch
-    from transformers import AutoModel
-
-    target = copy.deepcopy(target)
-    if hasattr(target, "quantization_config"):
-        del (
-            target.quantization_config
-        )  # heads are not quantised, even if the target is
-    try:
-        with torch.device("meta"):
-            layers = AutoModel.from_config(target).layers
-    except (
-        Exception
-    ):  # of any family's code; loading the model reports what is wrong
-        return None
-    return {
-        name: list(tensor.shape)
-        for name, tensor in layers[-1].state_dict().items()
-    }

@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationError
@@ -29,11 +28,6 @@ def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
         return line
     head = (most - 3) * 2 // 3
     return f"{line[:head]}...{line[head + 3 - most :]}"
-
-
-def place(file: Path, line: int | None = None) -> str:
-    """`file` or `file:line`."""
-    return str(file) if line is None else f"{file}:{line}"
 
 
 def first_problem(

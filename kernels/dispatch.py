@@ -31,19 +31,11 @@ def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
     It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is
     not 0; else the reference.
     """
-    return (
-        cast("Callable[P, R]", namesake(reference))
-        if enabled(tensor)
-        else reference
-    )
-
-
-def enabled(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels may run on a tensor in this process."""
     wanted = os.environ.get(SWITCH, "1")
-    return (
-        (tensor.is_cuda or wanted == "always") and wanted != "0" and _installed()
-    )
+    may_run = tensor.is_cuda or wanted == "always"
+    if may_run and wanted != "0" and _installed():
+        return cast("Callable[P, R]", namesake(reference))
+    return reference
 
 
 @cache

@@ -9,12 +9,12 @@ Section and equation numbers are DynaMo's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import (
     INVALID,
@@ -102,16 +102,8 @@ class Likeliest(NamedTuple):
 def mask(ids: Sequence[Tensor], ngrams: Ngrams) -> Tensor:
     """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted:
     [rows, k_1, ..., k_n] float32.
-
-    Raises:
-        ValueError: if n-grams of that order were not counted.
     """
     order = len(ids)
-    if not 2 <= order <= len(ngrams.bounds):
-        raise ValueError(
-            f"n-grams of order {order} were not counted; the highest order is "
-            f"{len(ngrams.bounds)}"
-        )
     wanted = ngrams.digits(ids[0])
     for axis, of_head in enumerate(ids[1:], start=1):
         digits = _on_axis(ngrams.digits(of_head), axis, axis + 1)
@@ -124,10 +116,10 @@ def mask(ids: Sequence[Tensor], ngrams: Ngrams) -> Tensor:
 
 
 def find_peaks(
-    top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
+    top: Top, ngrams: Ngrams | None, with_joints: bool = True
 ) -> tuple[Peaks, list[Tensor]]:
     """Build each order's joint: the product of heads' probabilities in their top-k (eq.
-    2) and of their pairs, times mask^alpha_c (eq. 6).
+    2) and of their pairs, times the mask (eq. 6, alpha_c = 1).
 
     The mask is a ratio of probabilities and may exceed 1. Without division by its sum,
     the joint might, too, and eps_b would mean nothing.
@@ -135,7 +127,6 @@ def find_peaks(
     Args:
         top: the candidates for n tokens.
         ngrams: n-grams of every order; None: the joint is the plain product.
-        alpha_c: exponent of the mask.
         with_joints: whether to return the joints themselves.
 
     Returns:
@@ -158,7 +149,7 @@ def find_peaks(
             )
         joint = product
         if ngrams is not None and order > 1:
-            joint = product * mask(top.token_ids[:order], ngrams) ** alpha_c
+            joint = product * mask(top.token_ids[:order], ngrams)
         joints.append(joint)
     return peaks_of(joints), joints
 
@@ -219,29 +210,19 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
 
 
 BINS = 256
+# A Gaussian kernel of size 3, with the sigma of image libraries for it, 0.8
+EDGE = 1 / (2 + math.exp(1 / (2 * 0.8**2)))
+CENTER = 1 - 2 * EDGE
 
 
-def gaussian_blur(joint: Tensor, kernel_size: int) -> Tensor:
-    """Blur every token axis with a separable Gaussian of an odd size, edges replicated;
-    size 1 changes nothing.
-    """
-    if kernel_size == 1:
-        return joint
-    half = kernel_size // 2
-    sigma = (
-        0.3 * (half - 1) + 0.8
-    )  # image libraries' value for a kernel of this size
-    offsets = torch.arange(-half, half + 1, device=joint.device)
-    weights = torch.softmax(-(offsets**2) / (2 * sigma**2), dim=0)
+def gaussian_blur(joint: Tensor) -> Tensor:
+    """Blur every token axis with a separable Gaussian of size 3, edges replicated."""
     for axis in range(1, joint.dim()):
         size = joint.shape[axis]
-        if size == 1:  # it would be averaged with copies of itself
-            continue
-        moved = joint.movedim(axis, -1)
-        lines = moved.reshape(len(joint), -1, size)
-        padded = functional.pad(lines, (half, half), mode="replicate")
-        blurred = padded.unfold(-1, kernel_size, 1) @ weights
-        joint = blurred.view(moved.shape).movedim(-1, axis)
+        places = torch.arange(size, device=joint.device)
+        before = joint.index_select(axis, (places - 1).clamp(min=0))
+        after = joint.index_select(axis, (places + 1).clamp(max=size - 1))
+        joint = CENTER * joint + EDGE * (before + after)
     return joint
 
 
@@ -281,8 +262,6 @@ def otsu_threshold(values: Tensor) -> Tensor:
 def adaptive_threshold(
     joint: Tensor,
     floor: Tensor,  # [rows] static threshold, eps_b^(n-1)
-    blur: int,
-    adaptive: bool,
 ) -> Tensor:
     """Set entries under the static floor to 0, then those under Otsu's threshold
     (DynaMo, section 3.2.2).
@@ -292,9 +271,7 @@ def adaptive_threshold(
     survives if it passed the floor.
     """
     kept = torch.where(joint >= _by_row(floor, joint), joint, 0.0)
-    if not adaptive:
-        return kept
-    blurred = gaussian_blur(kept, blur)
+    blurred = gaussian_blur(kept)
     threshold = otsu_threshold(blurred.flatten(1))
     peak = kept.flatten(1).amax(dim=1)
     survives = blurred >= _by_row(threshold, joint)
@@ -307,26 +284,6 @@ def _by_row(values: Tensor, joint: Tensor) -> Tensor:
     return values.view(-1, *[1] * (joint.dim() - 1))
 
 
-def penalise_repetition(
-    joint: Tensor,
-    token_ids: Sequence[Tensor],  # [rows, k_i] of each head
-    penalty: float,
-    # [rows, k_i] bool of each head: tokens of the context
-    seen: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """Divide an entry by the penalty, once, if one of its tokens is in the context or
-    repeats an earlier token.
-    """
-    repeats = torch.zeros(joint.shape, dtype=torch.bool, device=joint.device)
-    axes = [_on_axis(ids, i, len(token_ids)) for i, ids in enumerate(token_ids)]
-    for i, ids in enumerate(axes):
-        if seen is not None:
-            repeats = repeats | _on_axis(seen[i], i, len(token_ids))
-        for earlier in axes[:i]:
-            repeats = repeats | (ids == earlier)
-    return torch.where(repeats, joint / penalty, joint)
-
-
 def _on_axis(values: Tensor, axis: int, axes: int) -> Tensor:
     """View [rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
     shape = [1] * axes
@@ -334,20 +291,14 @@ def _on_axis(values: Tensor, axis: int, axes: int) -> Tensor:
     return values.view(len(values), *shape)
 
 
-def cut(
-    joints: Sequence[Tensor],
-    likeliest: Likeliest,
-    blur: int,
-    adaptive: bool,
-) -> list[Tensor]:
+def cut(joints: Sequence[Tensor], likeliest: Likeliest) -> list[Tensor]:
     """Divide the joint of each order by its sum and apply the thresholds; valid only in
     rows of that order.
     """
     totals = likeliest.total.clamp(min=TINY)
     shares = [joint / _by_row(totals, joint) for joint in joints]
     return shares[:1] + [
-        adaptive_threshold(share, likeliest.floor, blur, adaptive)
-        for share in shares[1:]
+        adaptive_threshold(share, likeliest.floor) for share in shares[1:]
     ]
 
 
@@ -395,8 +346,6 @@ def draw_ngrams(
     joints: Sequence[Tensor],  # of each order from 1, [rows, k_1, ..., k_m]
     likeliest: Likeliest,
     top: Top,
-    blur: int,
-    adaptive: bool,
     sampling: Sampling,  # with the positions for the first draft
 ) -> Tensor:
     """Draw an n-gram of each row's order in proportion to the joint after the
@@ -410,7 +359,7 @@ def draw_ngrams(
         [rows, n] int64 tokens, -1 past the order and where a draft's distribution is
         invalid.
     """
-    joints = cut(joints, likeliest, blur, adaptive)
+    joints = cut(joints, likeliest)
     greedy = is_greedy(sampling.temperature)
     places = likeliest.places.clone()
     tokens = likeliest.tokens.clone()

@@ -9,7 +9,6 @@ draw        a program per row, at its order only: floor and blur, Otsu's thresho
             token by token
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +33,8 @@ from vllm_ppd.kernels.sampling_triton import (
 INT64 = torch.int64
 BLOCK = 1024  # entries of a program at a time
 TINY = tl.constexpr(joint.TINY)
+EDGE = tl.constexpr(joint.EDGE)
+CENTER = tl.constexpr(joint.CENTER)
 
 
 @triton.jit
@@ -80,7 +81,6 @@ def _find_peaks(
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
-    ALPHA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -132,8 +132,6 @@ def _find_peaks(
                 low = tl.where(less, middle + 1, low)
                 high = tl.where(less, high, middle)
             ratio = tl.load(ngrams.ratios + low)
-            if ALPHA != 1:
-                ratio = tl.exp2(ALPHA * tl.log2(ratio))
             product *= tl.where(tl.load(ngrams.keys + low) == wanted, ratio, 0.0)
     best = tl.max(tl.where(inside, pack(product, entry), NOTHING), axis=0)
     product_inside = tl.where(inside, product, 0.0)
@@ -215,7 +213,7 @@ def _back_off(
 
 
 def find_peaks(
-    top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
+    top: Top, ngrams: Ngrams | None, with_joints: bool = True
 ) -> tuple[Peaks, list[Tensor]]:
     """Same as the reference, but with several parts per row."""
     heads, rows, k = top.ids.shape
@@ -243,7 +241,6 @@ def find_peaks(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         GIVEN=given,
-        ALPHA=alpha_c,
         BLOCK=BLOCK,
     )
     return peaks, joints
@@ -282,10 +279,6 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
 
 
 BLOCK_R = 16  # entries at a time per candidate
-MOST_HEADS = 3
-EDGE = math.exp(
-    -1 / (2 * 0.8**2)
-)  # the edge of a Gaussian of size 3 whose center is 1
 
 
 @triton.jit
@@ -309,22 +302,18 @@ def _blurred(
     total,
     floor,
     free,  # axes of more than one entry
-    center,
-    edge,
     HEADS: tl.constexpr,
     K: tl.constexpr,
-    BLUR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A Gaussian blur of the kept entries over all axes."""
-    WIDTH: tl.constexpr = 2 * BLUR + 1
     blurred = tl.zeros((BLOCK,), tl.float32)
-    for number in tl.static_range(WIDTH**HEADS):
+    for number in tl.static_range(3**HEADS):
         weight = tl.full((), 1.0, tl.float32)
         beside = tl.zeros((BLOCK,), tl.int64)
         for axis in tl.static_range(HEADS):  # from the last on
-            shift = number // WIDTH**axis % WIDTH - BLUR
-            weight *= edge if shift != 0 else center
+            shift = number // 3**axis % 3 - 1
+            weight *= EDGE if shift != 0 else CENTER
             place = entry // K**axis % K + shift
             size = tl.where(axis < free, K, 1)
             beside += _near(place, size) * K**axis
@@ -408,15 +397,11 @@ def _draw_ngrams(
     sampling: Sampling,
     scratch,  # [rows, entries of the highest order] float32
     tokens,
-    center,
-    edge,
     rows,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
-    BLUR: tl.constexpr,  # entries on either side
-    ADAPTIVE: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -433,41 +418,36 @@ def _draw_ngrams(
     total = tl.maximum(tl.load(likeliest.total + row), TINY)
     floor = tl.load(likeliest.floor + row)
 
-    # Thresholds, of which the adaptive one reads the blurred entries in the scratch
-    # memory.
+    # Otsu's threshold, of the blurred entries in the scratch memory.
     least = tl.full((), INF, tl.float32)
     greatest = tl.full((), -INF, tl.float32)
     peak = greatest
     threshold = least
-    if ADAPTIVE:  # noqa: SIM102 (only the first is known at compile time)
-        if order > 1:
-            for start in range(0, size, BLOCK):
-                entry = start + tl.arange(0, BLOCK)
-                inside = entry < size
-                smooth = _blurred(
-                    line,
-                    entry,
-                    inside,
-                    total,
-                    floor,
-                    free,
-                    center,
-                    edge,
-                    HEADS,
-                    K,
-                    BLUR,
-                    BLOCK,
-                )
-                tl.store(here + entry, smooth, mask=inside)
-                kept = _kept(line, entry, inside, total, floor)
-                low = tl.min(tl.where(inside, smooth, INF), axis=0)
-                high = tl.max(tl.where(inside, smooth, -INF), axis=0)
-                least = tl.minimum(least, low)
-                greatest = tl.maximum(greatest, high)
-                peak = tl.maximum(peak, tl.max(kept, axis=0))
-            tl.debug_barrier()
-            threshold = _threshold(here, size, least, greatest, BINS, BLOCK)
-            tl.debug_barrier()
+    if order > 1:
+        for start in range(0, size, BLOCK):
+            entry = start + tl.arange(0, BLOCK)
+            inside = entry < size
+            smooth = _blurred(
+                line,
+                entry,
+                inside,
+                total,
+                floor,
+                free,
+                HEADS,
+                K,
+                BLOCK,
+            )
+            tl.store(here + entry, smooth, mask=inside)
+            kept = _kept(line, entry, inside, total, floor)
+            low = tl.min(tl.where(inside, smooth, INF), axis=0)
+            high = tl.max(tl.where(inside, smooth, -INF), axis=0)
+            least = tl.minimum(least, low)
+            greatest = tl.maximum(greatest, high)
+            peak = tl.maximum(peak, tl.max(kept, axis=0))
+        tl.debug_barrier()
+        threshold = _threshold(here, size, least, greatest, BINS, BLOCK)
+        tl.debug_barrier()
     for start in range(0, size, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         inside = entry < size
@@ -510,17 +490,10 @@ def draw_ngrams(
     joints: Sequence[Tensor],
     likeliest: Likeliest,
     top: Top,
-    blur: int,
-    adaptive: bool,
     sampling: Sampling,
 ) -> Tensor:
-    """Same as the reference, which runs for blurs other than 1 and 3 and for more than
-    three heads.
-    """
+    """Same as the reference."""
     heads, rows, k = top.ids.shape
-    if heads > MOST_HEADS or (adaptive and blur not in (1, 3)):
-        return joint.draw_ngrams(joints, likeliest, top, blur, adaptive, sampling)
-    center = 1 / (1 + 2 * EDGE) if blur == 3 else 1.0
     tokens = torch.empty_like(likeliest.tokens)
     _draw_ngrams[(rows,)](
         tuple(joints),
@@ -529,15 +502,11 @@ def draw_ngrams(
         sampling,
         torch.empty(rows, k**heads, dtype=torch.float32, device=tokens.device),
         tokens,
-        center,
-        EDGE * center,
         rows,
         HEADS=heads,
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         GIVEN=int(top.first_token is not None),
-        BLUR=blur // 2,
-        ADAPTIVE=adaptive,
         BINS=BINS,
         BLOCK=BLOCK,
         BLOCK_R=BLOCK_R,

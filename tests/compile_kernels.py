@@ -163,27 +163,20 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
         torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000, 1000
     )
     some = ngrams._replace(columns=torch.zeros(1000, dtype=torch.int64))
-    for table, alpha_c, with_joints in (
-        (ngrams, 1.0, False),
-        (some, 1.0, False),
-        (None, 1.0, True),
-        (ngrams, 0.5, True),
+    for table, with_joints in (
+        (ngrams, False),
+        (some, False),
+        (None, True),
+        (ngrams, True),
     ):
-        peaks, joints = joint_triton.find_peaks(
-            top,
-            table,
-            alpha_c,
-            with_joints,
-        )
+        peaks, joints = joint_triton.find_peaks(top, table, with_joints)
     likeliest = joint_triton.back_off(
         peaks,
         top,
         torch.zeros(requests),
         0.5,
     )
-    joint_triton.draw_ngrams(
-        joints, likeliest, top, 3, True, sampling_of(requests)
-    )
+    joint_triton.draw_ngrams(joints, likeliest, top, sampling_of(requests))
 
 
 if __name__ == "__main__":

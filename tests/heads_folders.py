@@ -8,20 +8,29 @@ import numpy as np
 import tiny
 import torch
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModel
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence, initial_tensors
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.folder import save_heads
 from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
-from vllm_ppd.heads.target import decoder_layer, fingerprint
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 
 KINDS = ("early", "cp", "dynamo", "recurrent")
 OF_DEMO = KINDS[:3]  # that the demo model ships with
+
+
+def layer_shapes(model: Path) -> dict[str, list[int]]:
+    """Shapes by name of a decoder layer's tensors."""
+    with torch.device("meta"):
+        made = AutoModel.from_config(AutoConfig.from_pretrained(model))
+    layer = made.layers[-1].state_dict()
+    return {name: list(tensor.shape) for name, tensor in layer.items()}
 
 
 def config_of(
@@ -56,7 +65,7 @@ def config_of(
     else:
         given |= {
             "tokens": 3,
-            "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
+            "layer_tensors": layer_shapes(model),
             "cooccurrence_entries": {2: 4, 3: 4},
         }
     return ALL_KINDS[kind](**given | changes)
@@ -186,12 +195,15 @@ def draft(
     )
 
 
-def corpus(
-    seed: int = 0, documents: int = 12, vocab: int = 7
-) -> list[np.ndarray]:
+def corpus(seed: int = 0) -> list[np.ndarray]:
     """Token ids of documents of up to 30 tokens, some of them in hardly any."""
     rng = np.random.default_rng(seed)
-    return [
-        (rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab
-        for _ in range(documents)
-    ]
+    return [rng.integers(0, 7, rng.integers(0, 30)) ** 2 % 7 for _ in range(12)]
+
+
+def counted(
+    documents: list[np.ndarray], order: int, vocab: int = 7, **options: Any
+) -> CoOccurrence:
+    """The n-grams of documents."""
+    unigram = np.bincount(np.concatenate(documents), minlength=vocab)
+    return CoOccurrence.from_tokens(documents, unigram, order, **options)

@@ -81,9 +81,10 @@ def fit(
         loss.backward()
         optimizer.step()
     if kind == "dynamo" and recipe.options.mask_entries:
-        chunks = [np.array(tokens) for tokens in sequences]
         recipe.cooccurrence = CoOccurrence.from_tokens(
-            chunks, recipe.target.vocab_size, recipe.options.tokens
+            [np.array(tokens) for tokens in sequences],
+            recipe.token_counts.numpy(),
+            recipe.options.tokens,
         )
     save_heads(
         out,

@@ -65,10 +65,10 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     )
     ids = torch.arange(TOP_K, device=device).expand(2, batch, TOP_K).contiguous()
     top = Top(scores, ids, first)
-    yield "find_peaks", find_peaks, (top, None, 1.0)
-    peaks, joints = find_peaks(top, None, 1.0)
+    yield "find_peaks", find_peaks, (top, None)
+    peaks, joints = find_peaks(top, None)
     likeliest = back_off(peaks, top, torch.zeros(batch, device=device), 0.0)
-    yield "draw_ngrams", draw_ngrams, (joints, likeliest, top, 3, True, sampled)
+    yield "draw_ngrams", draw_ngrams, (joints, likeliest, top, sampled)
 
 
 def measure(case: Case, device: torch.device) -> dict[str, Any]:

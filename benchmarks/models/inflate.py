@@ -211,7 +211,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
         "target": config.target.model_copy(update={"hidden_size": hidden_size}),
         "fingerprint": fingerprint(model),
     }
-    layer = config.layer_shapes or {}
+    layer = getattr(config, "layer_tensors", {})
     if layer:
         changes["layer_tensors"] = {
             name: [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from vllm_ppd.heads.data.documents import (
     in_turns,
 )
 from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -201,29 +202,13 @@ def end_tokens(target: Target) -> list[int]:
     return list(dict.fromkeys(token for token in tokens if token is not None))
 
 
-class Drafted(NamedTuple):
-    """Expected counts, in vLLM's terms; they add up over texts."""
-
-    cycles: float  # forward passes after the prompt
-    drafts: float  # passes with drafts to verify
-    drafted: float  # drafted tokens
-    accepted: float  # accepted tokens
-
-    def stored(self) -> dict[str, float]:
-        """The fields of Counts."""
-        stored = {name: round(value, 2) for name, value in self._asdict().items()}
-        stored["rate"] = round(self.accepted / max(self.drafted, 1e-9), 4)
-        stored["length"] = round(1 + self.accepted / max(self.drafts, 1e-9), 4)
-        return stored
-
-
 def replay(
     # [texts, steps, n] P(draft i is accepted | those before it were)
     accept: Tensor,
     lengths: Tensor,  # [texts] tokens of each text, at most steps + 1
     limit: Tensor
     | None = None,  # [texts, steps] drafts that a step makes there (None: n)
-) -> Drafted:
+) -> Counts:
     """Expected drafts and acceptances of an engine that emits exactly these texts.
 
     A step that starts at position t has emitted token t and drafts the n tokens after
@@ -256,4 +241,12 @@ def replay(
         )  # [texts, n + 1]
         exactly = at_least - torch.nn.functional.pad(survive, (0, 1))
         mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
-    return Drafted(*totals.tolist())
+    cycles, drafts, drafted, accepted = totals.tolist()
+    return Counts(
+        cycles=cycles,
+        drafts=drafts,
+        drafted=drafted,
+        accepted=accepted,
+        rate=round(accepted / max(drafted, 1e-9), 4),
+        length=round(1 + accepted / max(drafts, 1e-9), 4),
+    )

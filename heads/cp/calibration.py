@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from vllm_ppd.heads.calibration.acceptance import (
-    Drafted,
     Texts,
     acceptance,
     ahead,
@@ -36,7 +35,7 @@ def drafted(
     make: MakeHead,
     texts: Texts,
     token_ids: Tensor | None = None,
-) -> list[Drafted]:
+) -> list[Counts]:
     """An engine's expected counts on texts with 1, 2, ... drafts.
 
     Args:
@@ -113,8 +112,7 @@ def by_drafts(
     make: MakeHead,
 ) -> ByDrafts:
     """What is stored of `drafted`."""
-    counts = drafted(calibration, make, texts, token_ids)
-    return ByDrafts(by_drafts=[Counts(**by.stored()) for by in counts])
+    return ByDrafts(by_drafts=drafted(calibration, make, texts, token_ids))
 
 
 PARTS = parts_by_vocabulary(partial(by_drafts, make=CPHead))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, CountedHeads, Shapes
 from vllm_ppd.heads.options import FullOptions
@@ -45,7 +45,6 @@ class Experts(BaseModel):
     inner_size: int | None = Field(
         None,
         ge=1,
-        le=1 << 20,
         description="width of a recurrent state's gated layer (default: twice the "
         "model's)",
     )
@@ -57,20 +56,9 @@ class Experts(BaseModel):
     expert_rank: int = Field(
         32,
         ge=1,
-        le=4096,
         description="rank of the matrices by which recurrent experts differ",
     )
     num_speculative_tokens: int
-
-    @field_validator("condition", mode="before")
-    @classmethod
-    def _exists(cls, condition: Any) -> Any:
-        if condition in ("token", "chain"):
-            raise ValueError(
-                f"heads of condition {condition!r} are no longer served; train new "
-                "heads with --condition recurrent"
-            )
-        return condition
 
     @model_validator(mode="after")
     def _possible(self) -> Experts:

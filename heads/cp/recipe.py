@@ -22,7 +22,7 @@ from vllm_ppd.heads.cp.module import CPHead, initial_tensors, mixtures, normed
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.ridge import Ridge
 from vllm_ppd.heads.training.states import Reads
-from vllm_ppd.heads.training.target import Target, TargetStates
+from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
@@ -42,7 +42,7 @@ class CPRecipe(HeadsRecipe):
     states that all share.
     """
 
-    reach_option = "--num-speculative-tokens"
+    needed = 2
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
@@ -60,11 +60,6 @@ class CPRecipe(HeadsRecipe):
         config = self.checked_config()
         tensors = initial_tensors(config, target.unembedding, options.seed)
         return CPHead(config, tensors, options.dropout)
-
-    @property
-    def reach(self) -> dict[str, int]:
-        drafts = range(1, self.head.positions)
-        return {f"draft {draft}": draft + 1 for draft in drafts}
 
     @property
     def reads(self) -> Reads:
@@ -178,12 +173,9 @@ class CPRecipe(HeadsRecipe):
         # The tokens to learn, the text's first: [rows, factors, 1 + k]
         wanted = tokens[:, head.lead :, None]
         # Position s is sampled from the state s - 1 rows later.
-        later = torch.arange(
-            head.lead,
-            head.positions,
-            device=rows.device,
-        )
-        at = (rows[:, None] + later).clamp(max=len(states.final) - 1)
+        later = torch.arange(head.positions, device=rows.device)
+        places = (rows[:, None] + later).clamp(max=len(states.final) - 1)
+        at = places[:, head.lead :]
         if states.top_ids is not None:
             wanted = torch.cat([wanted, states.top_ids[at]], dim=-1)
         wanted = index_of[wanted]
@@ -205,14 +197,7 @@ class CPRecipe(HeadsRecipe):
         counts: Counts = {
             "rows": torch.tensor(len(rows), device=rows.device),
             "joint": -chain.detach().sum(),
-            "known": known.sum(),
-            "learnt": is_learnt.sum(0),
-            "experts": torch.bincount(
-                log_weights.argmax(-1), minlength=head.rank
-            ),
         }
-        for factor, log_prob in enumerate(chain.detach().unbind(1)):
-            counts[f"position.{1 + head.lead + factor}"] = -log_prob.sum()
         if self.full:
             following, is_text = batch.ahead(1)
             is_text = is_text[:, 0]  # also where no draft follows it
@@ -233,7 +218,8 @@ class CPRecipe(HeadsRecipe):
             loss = loss + options.distillation * (distilled.mean(0) * decay).sum()
             counts["distilled"] = distilled.detach().sum()
         if not self.training:
-            right = self._is_right(states, rows, hidden, tokens, context)
+            greedy = self.greedy_tokens(states, places[:, 1:])
+            right = self._is_right(greedy, hidden, tokens, context)
             counts |= accepted_counts(right & valid[:, 1:])
         return loss, counts
 
@@ -244,26 +230,18 @@ class CPRecipe(HeadsRecipe):
 
     def _is_right(
         self,
-        states: TargetStates,
-        rows: Tensor,
+        greedy: Tensor,
         hidden: Tensor,
         tokens: Tensor,
         context: Tensor | None,
     ) -> Tensor:
-        """Whether greedy drafts are the target's greedy tokens, given the text's tokens
-        before them: [rows, drafts].
+        """Whether greedy drafts are the target's greedy tokens [rows, drafts], given the
+        text's tokens before them: [rows, drafts].
         """
         head = self.head
         index_of, unembedding, bias = self.vocabulary
-        later = torch.arange(
-            1,
-            head.positions,
-            device=rows.device,
-        )
-        at = (rows[:, None] + later).clamp(max=len(states.final) - 1)
-        greedy = self.greedy_tokens(states, at)
         drafts = []
-        for part in torch.arange(len(rows)).split(
+        for part in torch.arange(len(tokens)).split(
             self._rows_at_once(unembedding)
         ):
             read = hidden[part], None if context is None else context[part]
@@ -280,35 +258,11 @@ class CPRecipe(HeadsRecipe):
         return torch.cat(drafts) == index_of[greedy]
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        def mean(name: str, digits: int = 4) -> float:
-            return round(counts[name] / counts["rows"], digits)
-
-        head = self.head
-        first = 1 + head.lead
-        learnt = [counts[f"learnt.{i}"] for i in range(head.factors)]
-        of_positions = [
-            counts[f"position.{first + i}"] for i in range(head.factors)
-        ]
-        figures = {
-            "joint_nats": mean("joint"),
-            "joint_nats_a_token": round(counts["joint"] / sum(learnt), 4),
-            "first_position": first,
-            "conditional_nats_by_position": [
-                round(nats / max(count, 1), 4)
-                for nats, count in zip(of_positions, learnt, strict=True)
-            ],
-            "share_of_experts": [
-                mean(f"experts.{a}", 3) for a in range(head.rank)
-            ],
+        return {
+            f"{name}_nats": round(counts[name] / counts["rows"], 4)
+            for name in ("joint", "next_token", "distilled")
+            if name in counts
         }
-        for name in ("next_token", "distilled"):
-            if name in counts:
-                figures[f"{name}_nats"] = mean(name)
-        if self.token_ids is not None:
-            figures["tokens_in_vocabulary"] = round(
-                counts["known"] / sum(learnt), 4
-            )
-        return figures
 
     def config(self) -> HeadsConfig:
         options = self.options

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, place, shortened
+from vllm_ppd.heads.text import LONGEST_VALUE, StrPath, shortened
 
 Messages = list[dict[str, Any]]  # of a chat
 COLUMNS = {"messages", "prompt", "text", "prompt_token_ids"}
@@ -257,7 +257,7 @@ def expand(paths: Sequence[StrPath]) -> list[Path]:
             ]
             if not inside:
                 raise TrainingError(
-                    f"data folder {place(path)!r} holds no files; {FORMS}"
+                    f"data folder {str(path)!r} holds no files; {FORMS}"
                 )
             files += inside
         elif path.is_file():
@@ -267,7 +267,7 @@ def expand(paths: Sequence[StrPath]) -> list[Path]:
                 "is not a regular file" if path.exists() else "does not exist"
             )
             raise TrainingError(
-                f"data file {place(path)!r} {problem}; {FORMS}, or folders of them"
+                f"data file {str(path)!r} {problem}; {FORMS}, or folders of them"
             )
     return files
 
@@ -294,7 +294,7 @@ def check_data(paths: Sequence[StrPath]) -> None:
             if file.suffix not in RECORDS:
                 break  # one piece of plain text is enough
     if not has_text:
-        names = ", ".join(map(place, files))
+        names = ", ".join(map(str, files))
         raise TrainingError(f"no text in {names}{reason}; {FORMS} with text")
 
 
@@ -318,7 +318,7 @@ def _lines(file: Path) -> Iterator[tuple[str, Any]]:
     with file.open("rb") as handle:
         for number, line in enumerate(handle, start=1):
             if line.strip():
-                where = place(file, number)
+                where = f"{file}:{number}"
                 yield (
                     where,
                     _parsed(line, where, "each line must be one JSON object"),
@@ -329,13 +329,11 @@ def _array(file: Path) -> Iterator[tuple[str, Any]]:
     text = file.read_bytes()
     if not text.strip():
         return
-    values = _parsed(
-        text, place(file), "a .json file must be an array of objects"
-    )
+    values = _parsed(text, str(file), "a .json file must be an array of objects")
     if not isinstance(values, list):
         values = [values]
     for number, value in enumerate(values, start=1):
-        yield f"{place(file)}, record {number}", value
+        yield f"{file}, record {number}", value
 
 
 def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
@@ -344,10 +342,10 @@ def _pieces(file: Path) -> Iterator[tuple[str, Any]]:
             while piece := handle.read(PIECE):
                 # Up to the end of the line, if it is not too long
                 piece += handle.readline(PIECE)
-                yield place(file), {"text": piece}
+                yield str(file), {"text": piece}
         except UnicodeDecodeError:
             raise TrainingError(
-                f"{place(file)} is not UTF-8 text; convert the file, unpack it, or "
+                f"{file} is not UTF-8 text; convert the file, unpack it, or "
                 "leave it out"
             ) from None
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_ppd.heads.calibration.acceptance import (
-    Drafted,
     Texts,
     ahead,
     logits_at,
@@ -23,6 +22,7 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
+from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -36,7 +36,7 @@ def drafted(
     texts: Texts,
     eps_b: Sequence[float],
     token_ids: Tensor | None = None,
-) -> dict[Key, Drafted]:
+) -> dict[Key, Counts]:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
     Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the
@@ -164,7 +164,7 @@ def rows(
         token_ids,
     )
     made = [
-        Row(eps_b=eps, drafts_allowed=n, **by.stored())
+        Row(eps_b=eps, drafts_allowed=n, **by.model_dump())
         for (eps, n), by in counts.items()
     ]
     return Rows(rows=made)

@@ -6,15 +6,9 @@ and what drafting costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.options import FullOptions
@@ -26,31 +20,15 @@ from vllm_ppd.heads.planning import (
     Stored,
 )
 
-if TYPE_CHECKING:
-    import numpy as np
-
 MASK = "mask."  # begins the names of the learned mask's tensors
-# PyTorch's names of modules and parameters
-LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"
-
-LayerTensors = Annotated[
-    dict[
-        Annotated[str, Field(pattern=LAYER_TENSOR, max_length=200)],
-        Annotated[
-            list[Annotated[int, Field(ge=1, le=1 << 30)]],
-            Field(min_length=1, max_length=4),
-        ],
-    ],
-    Field(min_length=1, max_length=4096),
-]
 
 
 class JointSettings(BaseModel):
-    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one."""
+    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one.
+    Fields of earlier versions are ignored.
+    """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
     k: int = Field(
@@ -58,12 +36,6 @@ class JointSettings(BaseModel):
         ge=1,
         le=128,
         description="top-k of each head",
-    )
-    alpha_c: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="power of the co-occurrence mask (eq. 6); 0 disables it",
     )
     eps_b: float = Field(
         0.5,
@@ -73,29 +45,6 @@ class JointSettings(BaseModel):
         "eps_b^(n-1) in the joint divided by its sum over the top-k (the paper does "
         "not divide it); 0 always takes n tokens, 1 always takes one",
     )
-    blur: int = Field(
-        3,
-        ge=1,
-        le=31,
-        description="kernel of the blur before Otsu's threshold; 1 disables it",
-    )
-    adaptive: bool = Field(
-        True, description="apply Otsu's threshold after the static one"
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        ge=1,
-        le=100,
-        description="divisor of n-grams that repeat a token (the paper: 1.1, and 100 "
-        "in its Fig. 11)",
-    )
-
-    @field_validator("blur")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("must be odd")
-        return value
 
 
 class DynaMoOptions(FullOptions):
@@ -110,11 +59,6 @@ class DynaMoOptions(FullOptions):
         "adamw",
         description="AdamW (the paper), or Muon for the heads' matrices and AdamW for "
         "the rest",
-    )
-    learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="LR_M, peak learning rate of the token heads (Table 5)",
     )
     warmup: float = Field(
         0.01,
@@ -144,7 +88,6 @@ class DynaMoOptions(FullOptions):
     mask_rank: int = Field(
         64,
         ge=0,
-        le=4096,
         description="rank of a learned mask, by which heads read the newest token and "
         "the draft before; 0: none (the paper)",
     )
@@ -199,10 +142,11 @@ class DynaMoConfig(HeadsConfig):
     tokens: int = Field(
         ge=2, le=4, description="n: tokens of the joint; head 1 is the target"
     )
-    layer_tensors: LayerTensors = Field(
+    layer_tensors: Shapes = Field(
+        min_length=1,
         description=(
             "tensors of a token head, with the names in the target's decoder layer"
-        )
+        ),
     )
     # JSON's keys are strings.
     cooccurrence_entries: dict[
@@ -211,7 +155,7 @@ class DynaMoConfig(HeadsConfig):
         default_factory=dict, description="number of counted n-grams, by order"
     )
     mask_rank: int = Field(
-        0, ge=0, le=4096, description="rank of the learned mask (0: none)"
+        0, ge=0, description="rank of the learned mask (0: none)"
     )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}),
@@ -249,17 +193,6 @@ class DynaMoConfig(HeadsConfig):
     @property
     def counts_tensor(self) -> str | None:
         return "cooccurrence.unigram" if self.cooccurrence_entries else None
-
-    @property
-    def layer_shapes(self) -> Shapes:
-        return self.layer_tensors
-
-    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-
-        counts = CoOccurrence.from_tensors(tensors)
-        if counts is not None:
-            counts.check()
 
     def shapes(self) -> Shapes:
         shapes = {

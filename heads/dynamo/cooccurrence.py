@@ -84,46 +84,29 @@ class CoOccurrence:
     def from_tokens(
         cls,
         chunks: Iterable[ndarray],
-        vocab_size: int,
+        unigram: ndarray,
         order: int,
         max_entries: int | None = None,
-        unigram: ndarray | None = None,
     ) -> CoOccurrence:
         """Count the n-grams of a stream of documents; no n-gram crosses the end of a
         chunk.
 
         Args:
             chunks: token ids of a document each.
-            vocab_size: V.
+            unigram: [vocabulary] counts of the same tokens. Where V^order does not fit
+                63 bits, n-grams of the rarest tokens are not counted.
             order: the highest n.
             max_entries: keep so many of the most frequent n-grams an order. Memory is
                 bounded by a multiple of it, since rare ones are dropped along the way,
                 so late and rare n-grams may be undercounted.
-            unigram: [vocabulary] counts of the same tokens (None: all are as frequent).
-                Where V^order does not fit 63 bits, n-grams of the rarest tokens are not
-                counted.
-
-        Raises:
-            ValueError: if a token id is outside the vocabulary, or the unigram counts
-                are those of other tokens.
         """
-        if unigram is None:
-            unigram = np.zeros(vocab_size, dtype=np.int64)
         digits = digits_of(unigram, order)
-        columns = digits.columns(vocab_size)
+        columns = digits.columns(len(unigram))
         tables = {n: _Table(max_entries) for n in range(2, order + 1)}
-        seen = np.zeros(vocab_size, dtype=np.int64)
         totals = np.zeros(order, dtype=np.int64)
+        totals[0] = unigram.sum(dtype=np.int64)
         for chunk in chunks:
-            ids = np.asarray(chunk, dtype=np.int64)
-            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-                raise ValueError(
-                    f"token id {int(ids.max())} is outside the vocabulary of "
-                    f"{vocab_size}"
-                )
-            seen += np.bincount(ids, minlength=vocab_size)
-            totals[0] += len(ids)
-            numbers = columns[ids]
+            numbers = columns[chunk]
             is_counted = numbers < len(digits.tokens)
             keys = numbers
             counted = is_counted
@@ -132,12 +115,10 @@ class CoOccurrence:
                 counted = counted[:-1] & is_counted[n - 1 :]
                 totals[n - 1] += len(keys)
                 table.add(keys[counted])
-        if not np.array_equal(digits_of(seen, order).tokens, digits.tokens):
-            raise ValueError("the unigram counts are not those of the chunks")
         for table in tables.values():
             table.merge()
         return cls(
-            seen,
+            unigram,
             totals,
             {n: table.keys for n, table in tables.items()},
             {n: table.counts for n, table in tables.items()},
@@ -162,35 +143,6 @@ class CoOccurrence:
                 ratio = ratio / single[rest % base]
                 rest = rest // base
             return ratio.astype(np.float32)
-
-    def check(self) -> None:
-        """Refuse counts that no corpus can have, from which a mask would be arbitrary.
-
-        Raises:
-            ValueError: if counts are more than there are n-grams, if keys are out of
-                range, not ascending or not unique, or if an entry of eq. 3 is not
-                finite.
-        """
-        for order, numbers in {1: self.unigram, **self.counts}.items():
-            # Stored counts are clamped to 31 bits, so float64 can sum any number of
-            # them.
-            total = float(numbers.sum(dtype=np.float64))
-            if total > float(self.totals[order - 1]):
-                raise ValueError(
-                    f"the counts of {order}-grams are negative, or their sum is more "
-                    "than cooccurrence.totals"
-                )
-        for order, keys in self.keys.items():
-            end = self.digits.base**order
-            bounded = np.concatenate([[-1], keys, [end]])
-            if not (bounded[1:] > bounded[:-1]).all():
-                raise ValueError(
-                    f"cooccurrence.{order}.keys are not ascending keys of {order}-grams"
-                )
-            if not np.isfinite(self.ratios(order)).all():
-                raise ValueError(
-                    "the co-occurrence counts give a mask that is not finite"
-                )
 
     @cached_property
     def ngrams(self) -> Ngrams:

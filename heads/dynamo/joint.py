@@ -15,19 +15,15 @@ from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.mask import PairTables
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import (
-    TINY,
     Likeliest,
     Ngrams,
     Peaks,
     Top,
-    adaptive_threshold,
     back_off,
     conditional,
     cut,
     draw_ngrams,
     find_peaks,
-    peaks_of,
-    penalise_repetition,
 )
 from vllm_ppd.kernels.sampling import Sampling
 
@@ -40,15 +36,13 @@ class JointChoice:
     top: Top
     # For each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
     uncut: list[Tensor]
-    blur: int
-    adaptive: bool
 
     @cached_property
     def joints(self) -> list[Tensor]:
-        """The joint of each order from 1, [rows, k_1, ..., k_m]: penalized, and
-        thresholded in rows of that order.
+        """The joint of each order from 1, [rows, k_1, ..., k_m], thresholded in rows of
+        that order.
         """
-        return cut(self.uncut, self.likeliest, self.blur, self.adaptive)
+        return cut(self.uncut, self.likeliest)
 
     @property
     def order(self) -> Tensor:
@@ -57,14 +51,8 @@ class JointChoice:
 
     def draw(self, sampling: Sampling) -> Tensor:
         """See draw_ngrams."""
-        return chosen(draw_ngrams, self.order)(
-            self.uncut,
-            self.likeliest,
-            self.top,
-            self.blur,
-            self.adaptive,
-            sampling,
-        )
+        draw = chosen(draw_ngrams, self.order)
+        return draw(self.uncut, self.likeliest, self.top, sampling)
 
     def probabilities(self, tokens: Tensor) -> Tensor:
         """Probabilities with which draw() draws tokens [rows, n] from the second on,
@@ -105,11 +93,11 @@ class Candidates(NamedTuple):
         settings: JointSettings,
         eps_b: Tensor
         | None = None,  # [rows], replaces the settings' value where it is not NaN
-        context: Tensor
-        | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
         most: int | None = None,  # highest order to take (None: all)
     ) -> JointChoice:
-        """Thresholds, repetition penalty and the choice of n."""
+        """The choice of n. A peak above its floor passes every threshold, so n and the
+        likeliest n-gram need no thresholding.
+        """
         first = self.top.first_token
         heads = None if most is None else most - (first is not None)
         top = self.top._replace(
@@ -118,54 +106,9 @@ class Candidates(NamedTuple):
         if eps_b is None:
             eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
         eps_b = eps_b.float()
-        # A peak above its floor passes every threshold, so n and the likeliest n-gram
-        # need no thresholding where nothing is penalized.
         peaks = Peaks(*(part[:most] for part in self.peaks))
-        joints = self.uncut[:most]
-        is_penalised = settings.repetition_penalty != 1
-        if is_penalised:
-            joints = self._penalised(joints, top, settings, eps_b, context)
-            peaks = peaks_of(joints)
-            peaks = peaks._replace(sums=torch.ones_like(peaks.sums))
         likeliest = chosen(back_off, eps_b)(peaks, top, eps_b, settings.eps_b)
-        if is_penalised:
-            likeliest = likeliest._replace(floor=torch.zeros_like(eps_b))
-        adaptive = settings.adaptive and not is_penalised
-        return JointChoice(likeliest, top, joints, settings.blur, adaptive)
-
-    def _penalised(
-        self,
-        uncut: list[Tensor],
-        top: Top,
-        settings: JointSettings,
-        eps_b: Tensor,
-        context: Tensor | None,
-    ) -> list[Tensor]:
-        """The joints of each order from 1: divided by their sums, thresholded and
-        penalized.
-        """
-        ids = top.token_ids
-        seen = None
-        if context is not None:
-            recent = context[:, None]
-            seen = [(of_head[..., None] == recent).any(-1) for of_head in ids]
-            if top.first_token is not None:
-                # The token is already emitted, so it is not penalized.
-                seen[0] = torch.zeros_like(seen[0])
-        eps = torch.where(eps_b.isnan(), settings.eps_b, eps_b)
-        sums = self.peaks.sums.sum(dim=-1).clamp(min=TINY)
-        joints = []
-        for m, whole in enumerate(uncut, start=1):
-            joint = whole / sums[m - 1].view(-1, *[1] * m)
-            if m > 1:
-                joint = adaptive_threshold(
-                    joint, eps ** (m - 1), settings.blur, settings.adaptive
-                )
-                joint = penalise_repetition(
-                    joint, ids[:m], settings.repetition_penalty, seen and seen[:m]
-                )
-            joints.append(joint)
-        return joints
+        return JointChoice(likeliest, top, self.uncut[:most])
 
 
 def candidates(
@@ -187,8 +130,8 @@ def candidates(
 
     With first_token, head 1 is replaced by that token with probability 1, and its
     logits are not needed: the joint is then conditioned on the token that the target
-    has sampled, and thresholds apply to the conditional. Without a mask (none counted,
-    or alpha_c = 0) the joint is the plain product.
+    has sampled, and thresholds apply to the conditional. Without counted n-grams the
+    joint is the plain product.
     """
     if not isinstance(scores, Tensor):
         scores = torch.stack([*scores])
@@ -201,7 +144,4 @@ def candidates(
         alone = top.scores[1:].log_softmax(-1).unsqueeze(2)
         pairs = tables.logits(best.indices) / heat.unsqueeze(-1)
         top = top._replace(pairs=(alone + pairs).log_softmax(-1) - alone)
-    ngrams = ngrams if settings.alpha_c else None
-    with_joints = with_joints or settings.repetition_penalty != 1
-    find = chosen(find_peaks, ids)
-    return Candidates(top, *find(top, ngrams, settings.alpha_c, with_joints))
+    return Candidates(top, *chosen(find_peaks, ids)(top, ngrams, with_joints))

@@ -80,6 +80,8 @@ class DynaMoRecipe(HeadsRecipe):
     three rates, and writes it.
     """
 
+    needed = 2
+
     def __init__(self, options: DynaMoOptions, target: Target) -> None:
         super().__init__(options, target)
         self.heads = DynaMoHeads(
@@ -95,14 +97,6 @@ class DynaMoRecipe(HeadsRecipe):
         if f"{MASK}before" in mask:
             mask[f"{MASK}before"].normal_(std=target.hidden_size**-0.5)
         self.mask = LearnedMask(mask).to(target.device)
-
-    reach_option = "--num-speculative-tokens"
-
-    @property
-    def reach(self) -> dict[str, int]:
-        return {
-            f"head {token}": token for token in range(2, self.options.tokens + 1)
-        }
 
     @property
     def reads(self) -> Reads:
@@ -226,13 +220,11 @@ class DynaMoRecipe(HeadsRecipe):
                 unit=" documents",
                 mininterval=1,
             )
-            vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(
                 itertools.chain.from_iterable(documents),
-                vocab_size,
+                self.token_counts.numpy(),
                 options.tokens,
                 options.mask_entries,
-                self.token_counts.numpy(),
             )
         super().prepare_output(store, folder)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vllm_ppd.heads.calibration.acceptance import (
-    Drafted,
     Texts,
     acceptance,
     ahead,
@@ -45,7 +44,7 @@ class Exits(NamedTuple):
         matched = ranks[real] < k
         return round(float(matched.double().mean()), 4)
 
-    def drafted(self, layer: int, drafts: int) -> Drafted:
+    def drafted(self, layer: int, drafts: int) -> Counts:
         """An engine's expected counts on these texts with drafts at this exit."""
         accept = self.accept[self.layers.index(layer)]
         return replay(ahead(accept, range(1, drafts + 1)), self.lengths)
@@ -117,7 +116,7 @@ def matches(calibration: Calibration) -> Matches:
 
     def by_layer(exits: Exits) -> ByLayer:
         return {
-            layer: [Counts(**exits.drafted(layer, n).stored()) for n in drafts]
+            layer: [exits.drafted(layer, n) for n in drafts]
             for layer in exits.layers
         }
 

@@ -47,12 +47,6 @@ class EarlyOptions(HeadsOptions):
 
     kind = "early"
 
-    learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="peak learning rate (ParaDecode, appendix C: 5e-3, with AdamW; "
-        "2e-5 in PPD's recipe)",
-    )
     exit_layers: Integers = Field(
         (),
         description="exit layers to train (default: up to eight from a sixteenth to a "

@@ -40,7 +40,7 @@ class PublishedTarget(TargetLayers):
     """The target as far as published heads describe it."""
 
     model_type: str = "not recorded"
-    num_hidden_layers: int = Field(0, ge=0, le=4096)  # 0: not recorded
+    num_hidden_layers: int = Field(0, ge=0)  # 0: not recorded
 
 
 class RecurrentOptions(ChainOptions):
@@ -53,7 +53,6 @@ class RecurrentOptions(ChainOptions):
     inner_size: int | None = Field(
         None,
         ge=1,
-        le=1 << 20,
         description="width of the state (default: twice the model's)",
     )
     tie_weights: bool = Field(
@@ -101,7 +100,6 @@ class RecurrentConfig(ChainConfig):
     )
     vocab_size: int = Field(
         ge=1,
-        le=1 << 26,
         description="tokens",
     )
     emb_dim: Width = Field(

@@ -25,7 +25,6 @@ class RecurrentRecipe(CPRecipe):
     """
 
     head: RecurrentHead
-    reach_option = "--num-speculative-tokens"
 
     def make_head(self) -> RecurrentHead:
         options = self.options

@@ -31,7 +31,6 @@ from vllm_ppd.heads.errors import Stopped, TrainingError, refuse_other_options
 from vllm_ppd.heads.files import replaced, write_text, writing_folder
 from vllm_ppd.heads.folder import CONFIG_NAME
 from vllm_ppd.heads.options import TrainingOptions
-from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import device_of
 
 WORK = ".training"  # in the heads folder of an unfinished run
@@ -249,7 +248,7 @@ def load(work: Path, processes: Processes) -> None:
 
 def _unusable(folder: Path) -> TrainingError:
     return TrainingError(
-        f"{place(folder)} is damaged or of other heads; delete the folder {WORK} to "
+        f"{folder} is damaged or of other heads; delete the folder {WORK} to "
         "start again"
     )
 

@@ -23,10 +23,9 @@ from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.options import TrainingOptions
 from vllm_ppd.heads.provenance import (
     data_files,
-    data_in_words,
     provenance,
 )
-from vllm_ppd.heads.text import place
+from vllm_ppd.heads.text import in_words
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import (
     WORK,
@@ -156,7 +155,6 @@ class Run:
             processes.say("xformers computes the attention of packed windows")
         torch.manual_seed(options.seed)
         recipe = make(options, target)
-        recipe.check()
         self.recipe = recipe
         with processes.main_process_first():
             store = TokenStore(
@@ -169,7 +167,12 @@ class Run:
                 options.train_on_prompts,
             )
         self.store = store
-        processes.say(f"data: {data_in_words(store.facts())}")
+        manifest = store.manifest
+        processes.say(
+            f"data: {manifest.documents:,} records, {manifest.answers:,} "
+            f"answers or texts, {manifest.counted:,} tokens of them; left out: "
+            f"{in_words(manifest.skipped)}"
+        )
         if options.states_cache is not None:
             most_bytes = int(options.states_cache_gib * GIB)
             folder = Path(options.states_cache)
@@ -189,14 +192,17 @@ class Run:
                 options.evaluation_tokens // store.length,
             ),
         )
-        self._check_reach()
+        if not store.has_rows(recipe.needed):
+            raise TrainingError(
+                f"no window has a response of {recipe.needed} tokens in a row, which "
+                "these heads need to learn; add longer responses"
+            )
         epochs = math.ceil(
             options.epochs * store.num_windows() / options.batch_size
         )
         self.steps = options.steps or max(1, epochs)
         self.tokens_a_step = options.batch_size * options.sequence_length
-        is_cached = recipe.cache is not None
-        self.order = Order(store, options.seed, options.batch_size, is_cached)
+        self.order = Order(store, options.seed, options.batch_size)
         recipe.begin(store, fresh=not facts.step)
         groups = recipe.groups(options.learning_rate)
         make_optimizer = (
@@ -234,35 +240,6 @@ class Run:
                 "omit one of them"
             )
 
-    def _check_reach(self) -> None:
-        """Say which parts can be neither learnt nor evaluated.
-
-        Raises:
-            TrainingError: if nothing can be learnt.
-        """
-        recipe = self.recipe
-        store = self.store
-        parts = sorted(recipe.reach.items(), key=lambda item: item[1])
-        instead = "add longer responses"
-        if recipe.reach_option is not None:
-            instead += f", or lower {recipe.reach_option}"
-        for part, length in parts:
-            row = f"{length} tokens in a row"
-            if not store.has_rows("train", length):
-                if (part, length) == parts[0]:
-                    raise TrainingError(
-                        f"no window has a response of {row}, which {part} needs to "
-                        "learn; add longer responses"
-                    )
-                self.processes.say(
-                    f"{part} is not trained: no response has {row}; {instead}"
-                )
-            elif not store.has_rows("held_out", length, self.held_out_windows):
-                self.processes.say(
-                    f"{part} is not evaluated: no held-out response has {row} within "
-                    "--evaluation-tokens; add data, or raise --held-out-fraction"
-                )
-
     def _continue(self) -> None:
         """Restore the newest checkpoint."""
         checkpoint.load(self.work, self.processes)
@@ -278,7 +255,7 @@ class Run:
             held_out.best = None
         tokens = self.saved * self.tokens_a_step
         self.processes.say(
-            f"{place(self.out)} continues at step {self.saved} of {self.steps}, after "
+            f"{self.out} continues at step {self.saved} of {self.steps}, after "
             f"{tokens:,} tokens"
         )
 

@@ -56,14 +56,6 @@ class Recipe(nn.Module, ABC):
             None  # set by the loop if states are cached
         )
 
-    def check(self) -> None:
-        """Refuse what could not be written at the end of a run (nothing by default).
-
-        Raises:
-            TrainingError: on options or a target of which no heads can be written.
-        """
-        return None
-
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Prepare from the data before a run's first step, or before it continues
         (nothing by default).
@@ -73,14 +65,7 @@ class Recipe(nn.Module, ABC):
         """
         return None
 
-    reach_option: str | None = None  # flag of the option that reach follows
-
-    @property
-    def reach(self) -> dict[str, int]:
-        """How many tokens of a response in a row each trained part needs to learn from
-        them, by the part's name.
-        """
-        return {"the heads": 1}
+    needed = 1  # tokens of a response in a row from which anything is learnt
 
     @property
     def reads(self) -> Reads:
@@ -289,9 +274,6 @@ class HeadsRecipe(Recipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         if self.full:
             self.target.save(folder / "base")
-
-    def check(self) -> None:
-        self.checked_config()
 
     def checked_config(self) -> Any:
         """The heads' `config.json`.

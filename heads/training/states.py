@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import digest_of_value, write_tensors
-from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 
@@ -52,7 +51,7 @@ class StatesCache:
         target: frozen.
         store: the tokens.
         reads: the states to cache.
-        most_bytes: the most bytes in `folder`.
+        most_bytes: the most bytes of these states.
 
     Raises:
         TrainingError: if that is too little, or the disk lacks room.
@@ -158,22 +157,16 @@ class StatesCache:
         windows = sum(self.store.num_windows(split) for split in SPLITS)
         states = 2 * self.target.hidden_size * (1 + len(self.layers))
         needed = windows * self.store.length * (states + 6 * self.reads.top_k)
-        files = [
-            path for path in folder.glob("*/*") if path.parent != self.folder
-        ]
-        others = sum(path.stat().st_size for path in files)
-        if needed + others > most_bytes:
+        if needed > most_bytes:
             raise TrainingError(
-                f"--states-cache needs {needed / GIB:.2f} GiB besides the "
-                f"{others / GIB:.2f} GiB of other data there, but --states-cache-gib "
-                f"allows {most_bytes / GIB:g}; raise it, or delete old folders in "
-                f"{place(folder)}"
+                f"--states-cache needs {needed / GIB:.2f} GiB, but --states-cache-gib "
+                f"allows {most_bytes / GIB:g}; raise it"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
         if needed > free and not any(self.folder.iterdir()):
             raise TrainingError(
                 f"--states-cache needs {needed / GIB:.2f} GiB, but the disk of "
-                f"{place(folder)} has {free / GIB:.2f} GiB free; use another folder, "
+                f"{folder} has {free / GIB:.2f} GiB free; use another folder, "
                 "or do not cache"
             )

@@ -30,8 +30,6 @@ SPLITS = ("train", "held_out")
 # `counted`: in the loss; `begins`: the first of its document
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])
 NAME = "tokens.json"  # describes the data of the token files next to it
-SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
-LOOKED_AT = 16  # windows at once
 COUNTED = 1 << 20  # tokens at once
 FORMAT = 6  # of token files: incremented when the same data is stored differently
 
@@ -47,7 +45,7 @@ class Batch:
     split: str = ""  # split of the store that has them
     windows: tuple[
         int, ...
-    ] = ()  # their numbers in the split; empty if not on its grid
+    ] = ()  # their numbers in the split; empty if of no store
     # [windows, length] bool: tokens counted in the loss; None: all
     counted: Tensor | None = None
 
@@ -175,47 +173,29 @@ class TokenStore:
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
 
-    def has_rows(
-        self,
-        split: str,
-        ahead: int,
-        windows: int | None = None,
-    ) -> bool:
-        """Whether any of the first windows (None: of all) has so many tokens in a row
-        that count.
-        """
-        windows = self.num_windows(split) if windows is None else windows
-        for start in range(0, windows, LOOKED_AT):
-            batch = self.batch(
-                split, range(start, min(start + LOOKED_AT, windows))
-            )
-            if batch.ahead(ahead)[1][:, -1].any():
+    def has_rows(self, ahead: int) -> bool:
+        """Whether any training window has so many tokens in a row that count."""
+        for window in range(self.num_windows()):
+            if self.batch("train", [window]).ahead(ahead)[1][:, -1].any():
                 return True
         return False
 
     def batch(self, split: str, windows: Sequence[int]) -> Batch:
         """Windows of a split, by their numbers."""
-        return self.windows_at(
-            split, [window * self.length for window in windows]
-        )
-
-    def windows_at(self, split: str, begins: Sequence[int]) -> Batch:
-        """Windows of a split, by the indices of their first tokens."""
         tokens = self.tokens[split]
         starts = self.starts[split]
-        firsts = np.array(begins)[:, None]
+        firsts = np.array(windows)[:, None] * self.length
         indices = firsts + np.arange(self.length)
         rows = tokens[indices]
         document_starts = starts[
             np.searchsorted(starts, indices, side="right") - 1
         ]
         counted = rows["counted"]
-        on_grid = all(begin % self.length == 0 for begin in begins)
         return Batch(
             torch.from_numpy(rows["id"].astype(np.int64)),
             torch.from_numpy(indices - np.maximum(document_starts, firsts)),
             split,
-            tuple(begin // self.length for begin in begins) if on_grid else (),
+            tuple(windows),
             None if counted.all() else torch.from_numpy(counted.copy()),
         )
 
@@ -356,16 +336,12 @@ class TokenStore:
 @dataclass
 class Order:
     """The windows of each step, a function of the step alone, so that a run that
-    continues sees the same windows.
-
-    Every epoch has another order, and another grid unless windows are read again from a
-    cache.
+    continues sees the same windows. Every epoch has another order.
     """
 
     store: TokenStore
     seed: int
     batch_size: int
-    same_grid: bool
 
     def batches(
         self, step: int, parts: int, rank: int = 0, world: int = 1
@@ -373,17 +349,14 @@ class Order:
         """The step's windows in `parts` batches, of which a process computes every world-th."""
         size = self.batch_size // parts
         for part in range(step * parts + rank, (step + 1) * parts, world):
-            begins = [self._begin(part * size + i) for i in range(size)]
-            yield self.store.windows_at("train", begins)
+            windows = [self._window(part * size + i) for i in range(size)]
+            yield self.store.batch("train", windows)
 
-    def _begin(self, index: int) -> int:
-        """The first token of a window."""
-        store = self.store
-        epoch, place = divmod(index, store.num_windows())
-        order = _permutation(store.num_windows(), self.seed * 1_000_003 + epoch)
-        shift = 0 if self.same_grid else epoch * SHIFT % store.length
-        begin = int(order[place]) * store.length + shift
-        return begin % (len(store.tokens["train"]) - store.length + 1)
+    def _window(self, index: int) -> int:
+        count = self.store.num_windows()
+        epoch, place = divmod(index, count)
+        order = _permutation(count, self.seed * 1_000_003 + epoch)
+        return int(order[place])
 
 
 @lru_cache(maxsize=1)

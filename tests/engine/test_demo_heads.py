@@ -11,7 +11,7 @@ import torch
 from cases import greedy
 from conftest import DEMO, ROOT, Factory, full_but, start_engine, write_texts
 
-from vllm_ppd.heads.calibration.acceptance import Drafted, Texts
+from vllm_ppd.heads.calibration.acceptance import Texts
 from vllm_ppd.heads.calibration.run import Calibration, open_calibration
 from vllm_ppd.heads.cp import calibration as cp
 from vllm_ppd.heads.cp.module import CPHead
@@ -19,6 +19,7 @@ from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
 from vllm_ppd.heads.module import most_frequent
 from vllm_ppd.heads.options import CalibrationOptions
+from vllm_ppd.heads.planning import Counts
 
 PROMPT = 48
 TOKENS = 64
@@ -91,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
+def predicted(variant: str, calibration: Calibration, texts: Texts) -> Counts:
     """What calibration expects an engine to count that emits exactly these texts."""
     config = calibration.config
     size = OPTIONS[variant].get("draft_vocab_size", WHOLE)

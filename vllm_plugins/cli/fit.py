@@ -31,7 +31,6 @@ from vllm_ppd.heads.generation import write_chats
 from vllm_ppd.heads.hub import SUBFOLDER
 from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
 from vllm_ppd.heads.provenance import PROVENANCE_NAME
-from vllm_ppd.heads.text import place
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
 from vllm_ppd.heads.training.states import GIB
@@ -82,7 +81,7 @@ def run(options: FitOptions) -> int:
     folder = Path(f"{out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(
-            f"--out {place(out)} already holds heads; delete it or use another folder"
+            f"--out {out} already holds heads; delete it or use another folder"
         )
     with writing_folder(out):  # which training needs to write later
         pass
@@ -146,7 +145,7 @@ class Fit:
         ours = options.essence()
         theirs = json.loads(kept.read_text()) if kept.exists() else ours
         refuse_other_options(
-            f"{place(folder)} is of a fit", theirs, ours, "another --out"
+            f"{folder} is of a fit", theirs, ours, "another --out"
         )
         write_json(kept, ours)
 

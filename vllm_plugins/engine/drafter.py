@@ -61,8 +61,6 @@ class DraftInputs:
     # [requests] float32, the requests' back-off thresholds, NaN if unset
     eps_b: Tensor
     sampling: Sampling | None  # None: every draft is the best token
-    # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
-    context: Tensor | None
     # Drafts that may replace the method's: a method whose drafts run layers of the
     # target must run them over those that are taken.
     looked_up: LookedUp | None
@@ -83,7 +81,6 @@ class Drafter(ABC):
     """
 
     vocabulary: DraftVocabulary | None = None  # if the method reads it
-    context_tokens: int = 0  # latest tokens of each request that propose needs
     # Requests that propose gets at once, by its memory; None: all
     requests_at_once: int | None = None
 

@@ -295,10 +295,7 @@ class Speculator(DraftModelSpeculator):
         """Draft for some of the staged requests."""
         rows = self.staging.staged.rows[places]
         looked_up = None if self.lookup is None else self.lookup.find(rows)
-        context = None
-        if self.drafter.context_tokens:
-            context = self._latest_tokens(rows, self.drafter.context_tokens)
-        inputs = self.staging.inputs(places, sampled, looked_up, context)
+        inputs = self.staging.inputs(places, sampled, looked_up)
         drafts = self.drafter.propose(inputs)
         # vLLM embeds and verifies each of them, so an INVALID one becomes a token.
         token_ids = self.draft_tokens[places]
@@ -319,20 +316,6 @@ class Speculator(DraftModelSpeculator):
         if self.unverified is not None:
             valid = (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1)
             self.unverified.counts[rows] = torch.minimum(valid, usable.long())
-
-    def _latest_tokens(self, rows: Tensor, count: int) -> Tensor:
-        """The latest tokens of request rows, newest first, -1 for missing ones: [rows,
-        count].
-        """
-        states = self.req_states
-        rows = rows.clamp(min=0)[:, None]
-        places = (
-            states.total_len.gpu[rows]
-            - 1
-            - torch.arange(count, device=rows.device)
-        )
-        tokens = states.all_token_ids.gpu[rows, places.clamp(min=0)]
-        return torch.where(places < 0, -1, tokens).long()
 
     # After a step ---------------------------------------------------------------------
 

@@ -165,14 +165,13 @@ class Staging:
         places: slice,
         sampled: bool,
         looked_up: LookedUp | None,
-        context: torch.Tensor | None,
     ) -> DraftInputs:
         """The drafter's inputs for some of the staged requests.
 
         Args:
             places: of the requests.
             sampled: whether drafts are drawn; else each is the best token.
-            looked_up, context: as in DraftInputs.
+            looked_up: as in DraftInputs.
         """
         staged = self.staged
         settings = staged.settings[:, places]
@@ -192,7 +191,6 @@ class Staging:
             num_drafts=self.options.num_drafts,
             eps_b=settings[Setting.EPS_B],
             sampling=sampling,
-            context=context,
             looked_up=looked_up,
         )
 

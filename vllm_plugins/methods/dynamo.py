@@ -23,7 +23,6 @@ from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import DraftVocabulary, Target
 
 JOINT_AT_ONCE = 1 << 22  # entries
-PENALISED = 64  # latest tokens that the repetition penalty considers
 
 
 class DynaMoDrafter(Drafter):
@@ -47,8 +46,6 @@ class DynaMoDrafter(Drafter):
         self.ngrams = None if counts is None else counts.ngrams.to(target.device)
         changes = {} if config.eps_b is None else {"eps_b": config.eps_b}
         self.settings = heads.sampling.model_copy(update=changes)
-        if heads.sampling.repetition_penalty > 1:
-            self.context_tokens = PENALISED
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
         self.target = target
         mask = LearnedMask(tensors).requires_grad_(False)
@@ -95,7 +92,7 @@ class DynaMoDrafter(Drafter):
             tables=self.tables,
             heat=sampling and divisor(sampling.temperature),
         )
-        choice = joint.back_off(self.settings, step.eps_b, step.context)
+        choice = joint.back_off(self.settings, step.eps_b)
         likeliest = choice.likeliest
         tokens = likeliest.tokens if sampling is None else choice.draw(sampling)
         return Drafts(tokens[:, 1:], likeliest.drafts)

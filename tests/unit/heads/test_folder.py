@@ -82,16 +82,6 @@ DAMAGES: list[tuple[str, Damage, str]] = [
         tensor("token_counts", with_value(-1)),
         "counts in tensor 'token_counts' are negative",
     ),
-    (
-        "dynamo",
-        tensor("cooccurrence.2.keys", lambda keys: keys.flip(0)),
-        "are not ascending keys",
-    ),
-    (
-        "dynamo",
-        tensor("cooccurrence.2.counts", with_value(1 << 30, 0)),
-        "their sum is more than",
-    ),
     ("cp", truncated, "is not whole safetensors"),
     ("cp", renamed, "has no model.safetensors; save the heads as safetensors"),
     (

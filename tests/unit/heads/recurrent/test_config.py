@@ -63,7 +63,11 @@ def test_published_speculators_are_taken(
 def refused(readers: Readers, tmp_path: Path) -> Factory:
     """refused(layout, damage, message): a published folder, damaged."""
 
-    def check(layout: str, damage: Damage, message: str) -> None:
+    def check(
+        layout: str,
+        damage: Damage,
+        message: str,
+    ) -> None:
         folder = publish(
             tmp_path / "recurrent",
             layout,
@@ -132,7 +136,11 @@ def indexed(places: Any) -> Damage:
         ),
     ],
 )
-def test_damaged_weights(refused: Factory, damage: Damage, message: str) -> None:
+def test_damaged_weights(
+    refused: Factory,
+    damage: Damage,
+    message: str,
+) -> None:
     refused("ibm", damage, message)
 
 

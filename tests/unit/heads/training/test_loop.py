@@ -3,6 +3,7 @@
 models of several families.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,14 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     assert [f["name"] for f in provenance_of(folder).data_files] == ["data.jsonl"]
 
 
-def test_answers_that_are_too_short(
-    train: Factory,
-    tmp_path: Path,
-    capsys: Any,
-) -> None:
+def test_answers_that_are_too_short(train: Factory, tmp_path: Path) -> None:
     """To learn from, or to evaluate with. Then the last weights are written, also with
     --patience.
     """
     file = tmp_path / "l.jsonl"
-    message = "no window has a response of 2 tokens in a row, which draft 1 needs"
+    message = (
+        "no window has a response of 2 tokens in a row, which these heads need"
+    )
     cut_off = {"token_ids": [66], "finish_reason": "length"}
     prompts = [{"prompt_token_ids": [40 + i, 41]} for i in range(200)]
     data = write(file, *[prompt | cut_off for prompt in prompts])
@@ -102,10 +101,10 @@ def test_answers_that_are_too_short(
         "evaluate_every": 1,
         "patience": 1,
     }
-    facts = provenance_of(train("cp", data=(data,), **settings))
-    assert facts.held_out_before == facts.held_out_after == {}
-    assert facts.steps == 4
-    assert "is not evaluated: no held-out response has" in capsys.readouterr().err
+    folder = train("cp", data=(data,), **settings)
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["held_out_before"] == facts["held_out_after"] == {}
+    assert facts["steps"] == 4
 
 
 def test_token_heads_of_a_large_vocabulary(
@@ -117,7 +116,12 @@ def test_token_heads_of_a_large_vocabulary(
         "large-vocabulary", lambda folder: tiny.make_model(folder, **sizes)
     )
     small = {"steps": 2, "batch_size": 1, "evaluation_tokens": 64}
-    folder = train("dynamo", model, num_speculative_tokens=3, **small)
+    folder = train(
+        "dynamo",
+        model,
+        num_speculative_tokens=3,
+        **small,
+    )
     entries = check_folder(folder).cooccurrence_entries
     assert set(entries) == {2, 3, 4} and min(entries.values()) > 20
 
@@ -290,7 +294,7 @@ def test_heads_pull_on_the_stem_is_scaled(train: Factory) -> None:
             {"device": "cuda:7"},
             "CUDA devices are available; use another, or --device cpu",
         ),
-        ({"betas": "0.9,1"}, "both must be at least 0 and below 1"),
+        ({"betas": "0.9,1"}, "must be less than 1"),
     ],
 )
 def test_bad_input_is_one_line(

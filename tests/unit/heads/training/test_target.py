@@ -17,7 +17,7 @@ from torch.nn import functional
 from vllm_ppd.heads.dynamo.config import DynaMoOptions
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.target import decoder_layer, fingerprint
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training import target as targets
 from vllm_ppd.heads.training.packed_attention import (
     NAME,
@@ -57,7 +57,11 @@ def test_packed_documents_do_not_see_each_other(
 
 def made(family: str, **changes: Any) -> Any:
     """A tiny model of two layers."""
-    config = tiny.config_of(family, num_hidden_layers=2, **changes)
+    config = tiny.config_of(
+        family,
+        num_hidden_layers=2,
+        **changes,
+    )
     return tf.AutoModelForCausalLM.from_config(config)
 
 
@@ -93,10 +97,18 @@ def test_logits_are_the_models_own(
     near = {"atol": 1e-4, "rtol": 1e-4}
     if dtype == torch.bfloat16:
         near = {"atol": 0.05, "rtol": 0.02}
-    torch.testing.assert_close(target.logits(states.final), logits, **near)
+    torch.testing.assert_close(
+        target.logits(states.final),
+        logits,
+        **near,
+    )
     assert states.top_ids is not None
     best = logits.log_softmax(-1).gather(1, states.top_ids)
-    torch.testing.assert_close(states.top_log_probs, best, **near)
+    torch.testing.assert_close(
+        states.top_log_probs,
+        best,
+        **near,
+    )
 
 
 def test_other_logits_are_refused(
@@ -130,9 +142,6 @@ def test_text_models_of_multimodal_models(tmp_path: Path, family: str) -> None:
     tiny_multimodal.with_images(tmp_path, family)
     target = Target(str(tmp_path), torch.device("cpu"), torch.float32)
     assert fingerprint(tmp_path).lm_head is not None
-    layer = target.layers[-1].state_dict()
-    shapes = {name: list(tensor.shape) for name, tensor in layer.items()}
-    assert decoder_layer(target.config) == shapes
     assert not target.passes_masks
 
 
@@ -161,7 +170,11 @@ def test_the_mask_of_xformers_gives_the_same_loss_and_gradients(
     pytest.importorskip("xformers.ops", reason="xformers is optional")
     model = tiny_model(family)
     target = Target(str(model), torch.device("cpu"), torch.float32)
-    options = DynaMoOptions(model=str(model), data=("-",), out="-")
+    options = DynaMoOptions(
+        model=str(model),
+        data=("-",),
+        out="-",
+    )
     torch.manual_seed(0)
     ids = torch.randint(1, 200, (2, 90))
     positions = torch.cat([torch.arange(size) for size in (70, 20, 5, 85)])
@@ -176,7 +189,11 @@ def test_the_mask_of_xformers_gives_the_same_loss_and_gradients(
         loss, _ = recipe.loss(batch)
         gradients = torch.autograd.grad(loss, list(recipe.parameters()))
         results.append((loss.detach(), *gradients))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        *results,
+        rtol=1e-4,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.skipif(
