@@ -105,12 +105,6 @@ class DynaMoOptions(FullOptions):
 
     kind = "dynamo"
 
-    # Muon learnt less at this rate: 0.06 of 2 drafts after 150 steps, not 0.28
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="AdamW (the paper), or Muon for the heads' matrices and AdamW for "
-        "the rest",
-    )
     learning_rate: float = Field(
         1e-3,
         gt=0,
