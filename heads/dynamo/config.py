@@ -54,11 +54,10 @@ class DynaMoOptions(FullOptions):
 
     kind = "dynamo"
 
-    # Muon learnt less at this rate: 0.06 of 2 drafts after 150 steps, not 0.28
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="AdamW (the paper), or Muon for the heads' matrices and AdamW for "
-        "the rest",
+    learning_rate: float = Field(
+        1e-3,
+        gt=0,
+        description="LR_M, peak learning rate of the token heads (Table 5)",
     )
     warmup: float = Field(
         0.01,

@@ -26,6 +26,11 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
+# Muon's learning rate, relative to AdamW's: its steps move the few directions that a copied
+# layer must change first much less. After 50 steps SmolLM2's heads have 0.33 of 2 drafts
+# accepted at 5, 0.28 at 10, 0.19 at 30 and 0.26 with AdamW; at 1 they hardly learn.
+MUON_RATE = 5
+
 
 class DynaMoHeads(nn.Module):
     """Token heads 2..n. Head i reads what the target's last decoder layer reads, and
@@ -108,8 +113,16 @@ class DynaMoRecipe(HeadsRecipe):
         )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """Muon's matrices get a higher learning rate than the rest."""
         params = [*self.heads.parameters(), *self.mask.parameters()]
-        return [{"params": params, "peak": learning_rate}, *self.base_groups()]
+        matrices = [p for p in params if p.dim() > 1]
+        others = [p for p in params if p.dim() < 2]
+        rate = MUON_RATE if self.options.optimizer == "muon" else 1.0
+        return [
+            {"params": matrices, "peak": rate * learning_rate},
+            {"params": others, "peak": learning_rate},
+            *self.base_groups(),
+        ]
 
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
         target = self.target

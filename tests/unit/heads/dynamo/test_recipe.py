@@ -140,3 +140,16 @@ def test_the_full_recipe_is_taught_by_the_model_that_it_trains(
         assert recipe.base is not None
         gradients.append([p.grad for p in recipe.base.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("optimizer", "times"), [("muon", 5), ("adamw", 1)])
+def test_matrices_learn_faster_with_muon(
+    tiny_model: Factory, optimizer: str, times: int
+) -> None:
+    recipe = recipe_of(tiny_model(), optimizer=optimizer)
+    rates = {
+        parameter.dim(): group["peak"]
+        for group in recipe.groups(1.0)
+        for parameter in group["params"]
+    }
+    assert rates == {1: 1.0, 2: times, 3: times}
