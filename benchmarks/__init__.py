@@ -8,7 +8,7 @@ decode.py     the loop in which engines take turns
 storage.py    files of results
 report.py     tables and plots
 
-gpu/      times of kernels
+gpu/      times of kernels, and the calls of CUDA in a step
 models/   the demo corpus and model, the inflated models and an EAGLE head
 results/  stored results
 """

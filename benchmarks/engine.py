@@ -210,6 +210,32 @@ def counters() -> Counter[tuple[str, str]]:
     return values
 
 
+def add_requests(
+    engine: Any,
+    prompts: Batch,
+    new_tokens: int,
+    temperature: float,
+    top_p: float,
+    first: int = 0,
+) -> list[str]:
+    """Send a batch; returns the requests' names, which count from `first`."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p if temperature else 1.0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    names = [str(first + number) for number in range(len(prompts))]
+    for name, ids in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+    return names
+
+
 def decode_batch(
     engine: Any,
     prompts: Batch,
@@ -234,22 +260,11 @@ def decode_batch(
     Raises:
         BenchError: if no step was timed.
     """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p if temperature else 1.0,
-        max_tokens=new_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
     before = counters()
-    tokens: dict[str, list[int]] = {}
-    for number, ids in enumerate(prompts):
-        tokens[str(number)] = []
-        engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+    tokens: dict[str, list[int]] = {
+        name: []
+        for name in add_requests(engine, prompts, new_tokens, temperature, top_p)
+    }
     seconds = 0.0
     steps = 0
     window_tokens = 0
