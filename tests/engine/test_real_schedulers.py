@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our schedulers over vLLM's own, without an engine."""
 
+import logging
 from typing import Any
 
 import pytest
 import torch
 from configured import from_dict
-from conftest import Factory
+from conftest import Factory, our_log
 from vllm import SamplingParams
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -102,8 +103,11 @@ def test_data_parallel_engines_choose_each_for_itself(
     good = scheduler(0)
     poor = scheduler(1)
     assert good.draft_policy is not poor.draft_policy
-    made = [serve(good, K), serve(poor, 0)]
+    with our_log(logging.INFO) as messages:
+        made = [serve(good, K), serve(poor, 0)]
     assert made[0][-1] == K and made[1][-1] == 0
+    changed = "0 drafts in place of 3 drafts at 1 requests: "
+    assert any(changed in message for message in messages)
     expected = [
         max(kind.expected[K] for kind in engine.draft_policy.acceptance[0].kinds)
         for engine in (good, poor)

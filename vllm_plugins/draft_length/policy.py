@@ -120,6 +120,7 @@ class DraftPolicy:
         self._explored = NO_DRAFTS
         self._left = 0  # steps of the current exploration
         self.current = Plan(costs.max_drafts)
+        self.best: Choice | None = None  # of the latest step
         self.exploring = False
         self.latest = self.current  # what the latest choice was
         self._step = 0
@@ -222,9 +223,9 @@ class DraftPolicy:
             accepted = acceptance.per_request(req_ids, kinds)
             tokens.append([1 + share * mean for mean in accepted])
         others = self._others(requests, prompt_tokens, tokens)
-        best = max(others, key=Choice.gain)
-        if best.gain() > STARTS:
-            self.current = best.plan
+        self.best = max(others, key=Choice.gain)
+        if self.best.gain() > STARTS:
+            self.current = self.best.plan
             for exploration in self.explorations.values():
                 exploration.wait = WAIT
         elif not self._step % CHECKED:

@@ -7,6 +7,8 @@ long it took and what was accepted. Under asynchronous scheduling, the next step
 before that output is there.
 """
 
+import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Collection
@@ -27,7 +29,12 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
     StepCosts,
 )
 from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED, Learning
-from vllm_ppd.vllm_plugins.draft_length.policy import STEP, DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.policy import (
+    STEP,
+    Choice,
+    DraftPolicy,
+    Step,
+)
 from vllm_ppd.vllm_plugins.engine.metrics import (
     ATTRIBUTE,
     BATCH_SIZE,
@@ -42,6 +49,8 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
     count_in_process,
 )
 
+logger = logging.getLogger("vllm.vllm_ppd")
+
 # Kinds of requests for their acceptance: sampling or greedy, and the same with drafts
 # from their own text
 KINDS = 4
@@ -50,6 +59,7 @@ LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
 GUESSED_COST = 1.2  # of a step with all drafts, over one without
+LOG_SECONDS = 10.0  # between lines about the choice
 
 
 class CountingScheduler(Scheduler):
@@ -118,6 +128,7 @@ class DraftingScheduler(CountingScheduler):
         self._in_flight = 0  # steps
         # When the latest output came; None: the engine waited for requests
         self._last_output: float | None = None
+        self._last_log = -math.inf
         if hasattr(self.kv_cache_config, STEP_COSTS):
             self.follow(getattr(self.kv_cache_config, STEP_COSTS))
 
@@ -272,12 +283,36 @@ class DraftingScheduler(CountingScheduler):
         kinds = self._kinds
         drafting = [name for name in decoding if kinds[name] >= lowest]
         self._may_draft = bool(drafting)
+        before = policy.current
         policy.choose(
             len(decoding),
             ahead,
             drafting,
             [kinds[name] for name in drafting],
         )
+        if policy.current != before and policy.best is not None:
+            self._log_choice(len(decoding), before, policy.best)
+
+    def _log_choice(self, requests: int, before: Plan, choice: Choice) -> None:
+        now = time.monotonic()
+        if now - self._last_log < LOG_SECONDS:
+            return
+        self._last_log = now
+        logger.info(
+            "vllm-ppd: %s in place of %s at %d requests: %.2f of the tokens in %.2f of "
+            "the seconds of a step",
+            self._in_words(choice.plan),
+            self._in_words(before),
+            requests,
+            choice.tokens,
+            choice.cost,
+        )
+
+    def _in_words(self, plan: Plan) -> str:
+        drafts = f"{plan.drafts} drafts"
+        if self.config.num_exits == 1 or not plan.drafts:
+            return drafts
+        return f"{drafts} at layer {self.config.exits[plan.exit]}"
 
     # Outputs --------------------------------------------------------------------------
 
