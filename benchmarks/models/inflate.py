@@ -130,7 +130,7 @@ def in_blocks(name: str, tensor: Tensor, size: int, times: int) -> Tensor:
             for block in tensor.split(size, dim=1)
         )
         return torch.cat([last * times**-0.5, *others], dim=1)
-    return tensor * times**-0.5 if name == "norm" else tensor
+    return tensor
 
 
 def rule_of(name: str) -> str:

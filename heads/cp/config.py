@@ -53,10 +53,6 @@ class Experts(BaseModel):
         description="layers after which a recurrent state also reads the target's "
         "states, such as 8,16,24",
     )
-    normed: bool = Field(
-        False,
-        description="a recurrent state is normalized after each token that it reads",
-    )
     expert_rank: int = Field(
         32,
         ge=1,
@@ -108,9 +104,6 @@ class CPOptions(ChainOptions, Experts):
 
     kind = "cp"
 
-    normed: bool = Field(
-        True, description=Experts.model_fields["normed"].description
-    )
     balance: float = Field(
         0.1, ge=0, description="weight of the load-balancing loss (eq. 10)"
     )
@@ -253,8 +246,6 @@ class CPConfig(ChainConfig, Experts):
             if rank > 1:
                 shapes["cp.recurrence.down"] = [rank, self.expert_rank, size]
                 shapes["cp.recurrence.up"] = [rank, size, self.expert_rank]
-            if self.normed:
-                shapes["cp.recurrence.norm"] = [size]
             if self.layers:
                 fused = (1 + len(self.layers)) * size
                 shapes["cp.recurrence.fuse"] = [size, fused]

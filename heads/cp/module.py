@@ -29,12 +29,11 @@ from vllm_ppd.kernels.unembedding_loss import capped, token_log_probs
 NOISE = 0.01
 
 
-def normed(states: Tensor, weight: Tensor | None = None) -> Tensor:
-    """RMSNorm; without weights where the following matrices include them."""
+def normed(states: Tensor) -> Tensor:
+    """RMSNorm without weights, which the following matrices include."""
     return functional.rms_norm(
         states,
         states.shape[-1:],
-        weight,
         eps=1e-6,
     )
 
@@ -47,7 +46,7 @@ class Recurrence:
             matrix, in two parts `token` and `inner` [d + 2 m, d] for the columns that
             read the token and the state; W_o as `outer` [d, m]; with several experts
             B as `down` [r, R, d] and A as `up` [r, d, R]; with layers W as `fuse`
-            [d, (1 + layers) d]; of a normed state g as `norm` [d].
+            [d, (1 + layers) d].
         linear: makes a function y = W x from a matrix W [out, in].
         dropout: share of the gated layer to leave out.
     """
@@ -68,7 +67,6 @@ class Recurrence:
         self.inner = linear(matrices["inner"])
         self.outer = linear(matrices["outer"])
         self.fuse = linear(matrices["fuse"]) if "fuse" in matrices else None
-        self.norm = matrices.get("norm")
         self.up = matrices.get("up")
         if self.up is not None:
             self.down = linear(matrices["down"].flatten(0, 1))
@@ -85,8 +83,8 @@ class Recurrence:
         return states[:, 0] + self.fuse(normed(states).flatten(-2))
 
     def advance(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """The state after another token: s' = s + V u + W_o (silu(W_g u) * W_i u), u =
-        [RMSNorm(s); RMSNorm(E[token])]; normed, g * RMSNorm(s').
+        """The state after another token: s + V u + W_o (silu(W_g u) * W_i u), u =
+        [RMSNorm(s); RMSNorm(E[token])].
 
         Args:
             state: s [rows, d] before it.
@@ -97,8 +95,7 @@ class Recurrence:
         gated = functional.silu(gate) * value
         if self.dropout:
             gated = functional.dropout(gated, self.dropout)
-        state = state + self.joined(skip, self.outer(gated))
-        return state if self.norm is None else normed(state, self.norm)
+        return state + self.joined(skip, self.outer(gated))
 
     def joined(self, skip: Tensor, gated: Tensor) -> Tensor:
         """V u + W_o (...) [rows, d] from both products."""
@@ -307,8 +304,6 @@ def initial_tensors(
             gated.normal_(std=std, generator=generator)
         if config.rank > 1:
             tensors["cp.recurrence.down"].normal_(std=std, generator=generator)
-        if config.normed:
-            tensors["cp.recurrence.norm"].fill_(1.0)
         return tensors
     # In place: classifiers may be too large for a second copy.
     generator.manual_seed(seed + 1)

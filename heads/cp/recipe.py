@@ -83,9 +83,6 @@ class CPRecipe(HeadsRecipe):
         if self.head.lead:
             embedding_size = max(root_mean_square(embedded), 1e-6)
             self.embedding_rate = self.state_size / embedding_size
-        norm = self.head.tensors().get("cp.recurrence.norm")
-        if norm is not None:
-            norm.fill_(self.state_size)
         if fresh and self.options.start == "ridge":
             self.solve(itertools.chain([first], rows))
 

@@ -94,7 +94,6 @@ def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
         rank=2,
         condition="recurrent",
         layers=(1,),
-        normed=True,
     )
     tensors = {
         name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()

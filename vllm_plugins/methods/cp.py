@@ -93,9 +93,9 @@ class CPDrafter(Drafter):
             self.factors -= 1
             self.token_gate = tensors["cp.token_gate"].to(self.gate)
             placed = dict(tensors)
-            for name in ("cp.recurrence.up", "cp.recurrence.norm"):
-                if name in tensors:
-                    placed[name] = tensors[name].to(self.gate)
+            if heads.rank > 1:
+                up = tensors["cp.recurrence.up"]
+                placed["cp.recurrence.up"] = up.to(target.device, target.dtype)
             self.recurrence = recurrence_of(placed, target)
         elif heads.factorised:
             transforms = tensors["cp.transforms"][: self.factors]

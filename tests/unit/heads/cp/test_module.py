@@ -21,7 +21,6 @@ FORM: dict[str, dict[str, Any]] = {
     "none": {"condition": "none"},
     "recurrent": {"condition": "recurrent"},
     "layers": {"condition": "recurrent", "layers": (1,)},
-    "normed": {"condition": "recurrent", "layers": (1,), "normed": True},
 }
 FORMS = pytest.mark.parametrize("form", FORM)
 
@@ -132,15 +131,12 @@ def normed(vector: torch.Tensor) -> torch.Tensor:
 def recurrent_state(
     named: dict[str, torch.Tensor], state: torch.Tensor, embedded: torch.Tensor
 ) -> torch.Tensor:
-    """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)], and
-    g * RMSNorm of it: [d].
-    """
+    """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)]: [d]."""
     matrix = torch.cat([named["inner"], named["token"]], dim=1)
     read = matrix @ torch.cat([normed(state), normed(embedded)])
     linear, gate, value = read.split([SIZE, 5, 5])
     gated = gate * gate.sigmoid() * value
-    read = state + linear + named["outer"] @ gated
-    return normed(read) * named["norm"] if "norm" in named else read
+    return state + linear + named["outer"] @ gated
 
 
 @FORMS
