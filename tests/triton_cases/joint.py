@@ -86,9 +86,9 @@ def same(
 @pytest.mark.parametrize(
     ("heads", "k", "given", "alpha_c"),
     [
-        (1, 50, True, 1.0),
-        (2, 50, True, 1.0),
-        (2, 50, False, None),
+        pytest.param(1, 50, True, 1.0, marks=pytest.mark.full),
+        pytest.param(2, 50, True, 1.0, marks=pytest.mark.full),
+        (2, 9, False, None),
         (2, 1, True, 0.5),
         (3, 20, True, 0.5),
         (3, 7, False, 1.0),
