@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import full_but
 from interpreter import ROOT, run_cases
 
 from vllm_ppd.kernels.dispatch import SWITCH, chosen, namesake
@@ -25,9 +26,10 @@ MODULES = [path.stem for path in (ROOT / "kernels").glob("*_triton.py")]
 triton = pytest.importorskip("triton")
 
 
-def test_kernels() -> None:
+@pytest.mark.parametrize("marked", full_but({"not full"}, ("not full", "full")))
+def test_kernels(marked: str) -> None:
     cases = [CASES / f"{name.removesuffix('_triton')}.py" for name in MODULES]
-    run_cases("--noconftest", *cases)
+    run_cases("--noconftest", "-m", marked, *cases)
 
 
 @pytest.mark.skipif(

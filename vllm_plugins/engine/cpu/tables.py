@@ -133,7 +133,7 @@ def zero_kv_blocks(
 def table_at(pointer: int, num_columns: int) -> ndarray:
     """The int32 table [MAX_ROWS, num_columns] that begins at an address."""
     size = MAX_ROWS * int(num_columns)
-    memory = (ctypes.c_int32 * size).from_address(int(pointer))
+    memory: Any = (ctypes.c_int32 * size).from_address(int(pointer))
     return np.frombuffer(memory, dtype=np.int32).reshape(MAX_ROWS, -1)
 
 
