@@ -171,8 +171,8 @@ def test_engine_counts_what_calibration_expects(
         ):  # what calibration backs off from is verified as well
             assert seen["accepted"] == expected.accepted
         else:
-            counts = [seen["drafts"], seen["drafted"], seen["accepted"]]
-            assert counts == [round(value) for value in expected[1:]]
+            for name in ("drafts", "drafted", "accepted"):
+                assert seen[name] == round(getattr(expected, name))
         assert seen["accepted"] > 100
 
 
