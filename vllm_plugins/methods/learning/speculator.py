@@ -70,7 +70,8 @@ class LearningSpeculator(Speculator):
             self.target,
         )
         held = self.pairs.part(self.pairs.size, HELD)
-        layers = max(self.config.num_layers // self.target.tp_size, 1)
+        ranks = get_tp_group().world_size
+        layers = max(self.config.num_layers // ranks, 1)
         self.learner = Learner(self.heads, self.target, held, layers)
         self._installed = False
         self._use_heads(False)
