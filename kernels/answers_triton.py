@@ -18,14 +18,14 @@ def collect(step: Verified, texts: Texts, kept: Kept, held: int) -> None:
     """Same as the reference."""
     requests = len(step.rows)
     following = kept.tokens.shape[1]
-    places = torch.empty(
-        requests, 4, dtype=torch.int64, device=kept.counts.device
+    sums = torch.empty(
+        requests + 1, 2, dtype=torch.int64, device=kept.counts.device
     )
     _place[(1,)](
         step.rows,
         texts.lengths,
         kept,
-        places,
+        sums,
         requests,
         held,
         FOLLOWING=following,
@@ -35,7 +35,7 @@ def collect(step: Verified, texts: Texts, kept: Kept, held: int) -> None:
         step,
         texts,
         kept,
-        places,
+        sums,
         texts.token_ids.stride(0),
         step.hidden.stride(0),
         kept.recent.shape[2],
@@ -52,14 +52,16 @@ def _place(
     rows,
     lengths,
     kept: Kept,
-    places,  # [requests, 4]: for the ring, held out, where in the ring, where held
+    sums,  # [requests + 1, 2]: before each request, in the ring and held out
     requests,
     held,
     FOLLOWING: tl.constexpr,
     REQUESTS: tl.constexpr,
 ):
-    in_ring = tl.load(kept.counts)
+    learned = tl.load(kept.counts)
     held_out = tl.load(kept.counts + 1)
+    tl.store(sums, learned)
+    tl.store(sums + 1, held_out)
     for start in range(0, requests, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
         inside = request < requests
@@ -67,20 +69,16 @@ def _place(
         first = tl.load(kept.first + row, mask=inside, other=0)
         known = tl.load(lengths + row, mask=inside, other=0) - FOLLOWING
         complete = tl.minimum(tl.maximum(known - first, 0), FOLLOWING)
-        may = tl.load(kept.holds_out + row, mask=inside, other=0) * complete
-        held_at = held_out + tl.cumsum(may) - may
-        taken = tl.minimum(tl.maximum(held - held_at, 0), may)
-        learned = complete - taken
-        ring_at = in_ring + tl.cumsum(learned) - learned
         tl.store(kept.first + row, first + complete, mask=inside)
-        place = places + request * 4
-        tl.store(place, learned, mask=inside)
-        tl.store(place + 1, taken, mask=inside)
-        tl.store(place + 2, ring_at, mask=inside)
-        tl.store(place + 3, held_at, mask=inside)
-        in_ring += tl.sum(learned)
-        held_out += tl.sum(taken)
-    tl.store(kept.counts, in_ring)
+        may = tl.load(kept.holds_out + row, mask=inside, other=0) * complete
+        total = learned + held_out + tl.cumsum(complete)
+        held_sum = tl.minimum(held_out + tl.cumsum(may), held)
+        following = sums + 2 * request + 2
+        tl.store(following, total - held_sum, mask=inside)
+        tl.store(following + 1, held_sum, mask=inside)
+        held_out = tl.max(held_sum)
+        learned = tl.max(total) - held_out
+    tl.store(kept.counts, learned)
     tl.store(kept.counts + 1, held_out)
 
 
@@ -89,7 +87,7 @@ def _collect(
     step: Verified,
     texts: Texts,
     kept: Kept,
-    places,
+    sums,
     text_stride,
     hidden_stride,
     size,  # elements of a state
@@ -103,29 +101,25 @@ def _collect(
     number = tl.program_id(1)
     row = tl.load(step.rows + request).to(tl.int64)
     recent = kept.recent + row * WINDOW * size
-    place = places + request * 4
-    learned = tl.load(place)
-    taken = tl.load(place + 1)
-    if number < learned + taken:
+    before = sums + 2 * request
+    learned = tl.load(before)
+    held_out = tl.load(before + 1)
+    taken = tl.load(before + 3) - held_out
+    complete = tl.load(before + 2) - learned + taken
+    if number < complete:
         # _place has moved it on
-        first = tl.load(kept.first + row) - learned - taken
-        position = first + number
-        in_ring = (tl.load(place + 2) + number - taken) % ring
-        held = ring + tl.load(place + 3) + number
-        slot = tl.where(number < taken, held, in_ring)
+        position = tl.load(kept.first + row) - complete + number
+        in_ring = (learned + number - taken) % ring
+        slot = tl.where(number < taken, ring + held_out + number, in_ring)
         ahead = tl.arange(0, TOKENS)
         inside = ahead < FOLLOWING
         text = texts.token_ids + row * text_stride + position + 1
-        token = tl.load(text + ahead, mask=inside, other=0)
-        tl.store(
-            kept.tokens + slot * FOLLOWING + ahead,
-            token.to(tl.int64),
-            mask=inside,
-        )
+        token = tl.load(text + ahead, mask=inside, other=0).to(tl.int64)
+        tl.store(kept.tokens + slot * FOLLOWING + ahead, token, mask=inside)
         state = kept.states + slot * 2 * size
         _copy(recent + position % WINDOW * size, state, size, BLOCK)
-        following = (position + 1) % WINDOW
-        _copy(recent + following * size, state + size, size, BLOCK)
+        position += 1
+        _copy(recent + position % WINDOW * size, state + size, size, BLOCK)
     if number < tl.load(step.num_sampled + request):
         end = tl.load(step.query_starts + request + 1).to(tl.int64)
         token = end - 1 - tl.load(step.num_rejected + request) - number
