@@ -33,7 +33,7 @@ from vllm_ppd.vllm_plugins.methods.learning.pairs import Positions
 PENALTY = 1e-2
 # For each layer of the target on a rank:
 COLUMNS = 6  # that a slice eliminates, by at most 8 d^2 operations each
-ROWS = 1  # held-out positions that a slice compares
+ROWS = 3  # held-out positions that a slice compares
 
 
 class Learner:
