@@ -239,8 +239,8 @@ def test_nothing_is_launched_where_nothing_was_gained(
     assert answers(other) == expected
     ended = operators(llm)
     assert ended.keys() == operators(other).keys()
-    only_learning = while_learning.keys() - ended.keys()
-    assert "aten.index_copy_.default" in only_learning
+    writes = "aten.index_put_.default"
+    assert while_learning[writes] > ended[writes]
 
 
 def test_sleep(
