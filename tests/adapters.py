@@ -11,6 +11,10 @@ RANK = 8
 ATTENTION = ("q_proj", "v_proj", "o_proj")
 TARGETS = (*ATTENTION, "gate_proj", "down_proj", "lm_head", "embed_tokens")
 
+# vLLM's CPU build gives requests without an adapter the last one's place, which must be
+# empty.
+SETTINGS = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 2}
+
 
 def make_adapter(folder: Path, model: Path, scale: float = 0.2) -> Path:
     """Write an adapter of the layers, the input embeddings and the LM head, strong

@@ -15,12 +15,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_ppd.kernels import (
+    answers_triton,
     cp_mixture_triton,
     joint_triton,
     lookup_triton,
     sampling_triton,
     staging_triton,
 )
+from vllm_ppd.kernels.answers import Kept, Verified
 from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.lookup import Texts
 from vllm_ppd.kernels.sampling import Sampling
@@ -153,6 +155,11 @@ def serve(requests: int) -> None:
     )
     drafts = torch.zeros(requests, 11, dtype=torch.int64)
     lookup_triton.judge(texts, places, drafts, numbers, drafts, numbers)
+    states = torch.zeros(9, 2, 4096, dtype=torch.bfloat16)
+    rows = torch.zeros(9, dtype=torch.int64)
+    kept = Kept(states, rows, rows, rows, states, rows[:, None])
+    step = Verified(numbers, starts, numbers, numbers, places, hidden)
+    answers_triton.collect(step, texts, kept, 1)
 
 
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:

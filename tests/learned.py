@@ -6,7 +6,7 @@ from typing import Any
 from vllm_ppd.vllm_plugins.draft_length import learning
 from vllm_ppd.vllm_plugins.methods.learning import learner, pairs, speculator
 
-SMALL = {"BLOCK": 64, "HELD": 256, "MARKS": (4, 8), "ROWS": 32, "PANEL": 48}
+SMALL = {"BLOCK": 64, "HELD": 256, "MARKS": (4, 8), "ROWS": 8, "COLUMNS": 12}
 
 
 def learn_from_few(monkeypatch: Any) -> None:

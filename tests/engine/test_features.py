@@ -18,14 +18,12 @@ from conftest import (
     scheduler_of,
     start_engine,
 )
-from methods import METHODS
+from methods import METHODS, imitate_sleep
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 
@@ -53,13 +51,7 @@ def test_lora(
     """Requests with an adapter beside others without; drafts are those of an engine
     without adapters.
     """
-    # vLLM's CPU build gives requests without an adapter the last one's place, which
-    # must be empty.
-    settings = {
-        "enable_lora": True,
-        "max_lora_rank": adapters.RANK,
-        "max_loras": 2,
-    }
+    settings = adapters.SETTINGS
     folder = adapters.make_adapter(tmp_path, tiny_model())
     adapter = LoRARequest("random", 1, str(folder))
     options = {"method": kind, "model": fitted_heads(kind, **how)}
@@ -159,25 +151,8 @@ def test_sleep_level_1(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """The KV cache does not come back, and nothing of ours depends on it. (The CPU
-    build has no sleep mode of its own.)
-    """
-
-    def sleep(self: Any, level: int = 1) -> None:
-        for cache in self.model_runner.kv_caches:
-            cache.fill_(42.0)
-
-    monkeypatch.setattr(
-        type(current_platform),
-        "is_sleep_mode_available",
-        lambda self: True,
-    )
-    monkeypatch.setattr(DraftingWorker, "sleep", sleep)
-    monkeypatch.setattr(
-        DraftingWorker,
-        "wake_up",
-        lambda self, tags=None: None,
-    )
+    """The KV cache does not come back, and nothing of ours depends on it."""
+    imitate_sleep(monkeypatch)
     llm = drafting(
         METHODS[name], enable_sleep_mode=True, enable_prefix_caching=True
     )

@@ -3,18 +3,23 @@
 and after, and the heads draft.
 """
 
+import errno
 import logging
+import os
+import shutil
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import adapters
 import preempted
 import pytest
-from cases import generate, greedy, prompts
+from cases import generate, greedy, prompts, tokens_of
 from configured import drafting, from_dict
 from conftest import (
     Factory,
+    accepting,
     counting,
     drafter_of,
     our_log,
@@ -23,11 +28,15 @@ from conftest import (
     start_engine,
 )
 from learned import SMALL, learn_from_few
+from methods import imitate_sleep
 from torch.utils._python_dispatch import TorchDispatchMode
 from updated import change_weights
+from vllm.lora.request import LoRARequest
 
 from vllm_ppd.heads.folder import check_folder
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.vllm_plugins.config import activation
+from vllm_ppd.vllm_plugins.config.found import learned_folder
 from vllm_ppd.vllm_plugins.draft_length.learning import Report
 from vllm_ppd.vllm_plugins.engine.lookup import LIMIT
 from vllm_ppd.vllm_plugins.methods.learning.speculator import SAVING
@@ -36,6 +45,7 @@ pytestmark = pytest.mark.engine
 PPD = {"method": "ppd"}
 REQUESTS = prompts(12, 60)
 LENGTH = 120
+K = 3
 # So that the same requests take the same steps
 SYNC = {"async_scheduling": False}
 
@@ -141,17 +151,31 @@ def test_sampled_output_is_the_same(tiny_model: Factory, engine: Factory) -> Non
     assert seen["learned_solutions"] > 0
 
 
-def test_requests_that_opt_out_are_left_out(
-    tiny_model: Factory, expected: list[list[int]]
+def test_requests_that_are_left_out(
+    tiny_model: Factory, engine: Factory, tmp_path: Path
 ) -> None:
-    llm = start_engine(tiny_model(), PPD)
-    seen = teach(
-        llm,
-        expected,
-        extra_args={"ppd_learn": False},
-    )
-    assert learning(llm) and not seen["learned_positions"]
-    assert drafter_of(llm).pairs.counts.seen.tolist() == [0, 0]
+    """Those with an adapter, and those that opt out; not those beside them."""
+    folder = adapters.make_adapter(tmp_path, tiny_model())
+    adapter = LoRARequest("random", 1, str(folder))
+    settings = adapters.SETTINGS
+
+    def said(llm: Any, learned: bool) -> list[list[int]]:
+        outputs = llm.generate(
+            REQUESTS,
+            greedy(LENGTH, extra_args={"ppd_learn": learned}),
+            lora_request=[adapter if i % 2 else None for i in range(12)],
+            use_tqdm=False,
+        )
+        return tokens_of(outputs)
+
+    llm = start_engine(tiny_model(), PPD, **settings)
+    counts = drafter_of(llm).pairs.counts.seen
+    with accepting(llm):
+        texts = said(llm, False)
+    assert texts == said(engine(**settings), False) and not counts.any()
+    assert said(llm, True) == texts
+    most = 6 * (LENGTH - K)
+    assert most - 6 * (K + 1) <= counts.sum() <= most
 
 
 class Operations(TorchDispatchMode):
@@ -215,8 +239,26 @@ def test_nothing_is_launched_where_nothing_was_gained(
     assert answers(other) == expected
     ended = operators(llm)
     assert ended.keys() == operators(other).keys()
-    only_learning = while_learning.keys() - ended.keys()
-    assert "aten.index_copy_.default" in only_learning
+    writes = "aten.index_put_.default"
+    assert while_learning[writes] > ended[writes]
+
+
+def test_sleep(
+    tiny_model: Factory,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While heads are learned, and afterwards."""
+    imitate_sleep(monkeypatch)
+    llm = start_engine(tiny_model(), PPD, enable_sleep_mode=True)
+    begun = generate(llm, REQUESTS, greedy(20))
+    assert begun == [text[:20] for text in expected] and learning(llm)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert teach(llm, expected)["learned_solutions"] > 0
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert accepted_of_heads(llm, expected) > 50
 
 
 def test_preempted_requests(tiny_model: Factory, engine: Factory) -> None:
@@ -261,33 +303,56 @@ def saved() -> None:
 
 
 def test_learned_heads_are_written_and_read(
-    tiny_model: Factory, expected: list[list[int]], tmp_path: Path
+    tiny_model: Factory,
+    other_model: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
 ) -> None:
-    options = PPD | {"learn_dir": str(tmp_path / "learned")}
+    """Neither damaged ones nor those of another model keep a server from starting."""
+    options = PPD | {"learn_dir": str(tmp_path)}
     assert drafting(from_dict(tiny_model(), options)).learns
     llm = start_engine(tiny_model(), options)
     teach(llm, expected)
     saved()
-    (folder,) = (tmp_path / "learned").iterdir()
+    (folder,) = tmp_path.iterdir()
     assert check_folder(folder).describe().startswith("rank 1 over 4 positions")
     config = drafting(from_dict(tiny_model(), options))
     assert (config.method, config.model) == ("cp", str(folder))
     after = start_engine(tiny_model(), options)
     assert accepted_of_heads(after, expected) > 50
+    other = learned_folder(str(tmp_path), fingerprint(other_model))
+    shutil.copytree(folder, other)
     (folder / "model.safetensors").write_bytes(b"damaged")
-    with our_log() as lines:
-        config = drafting(from_dict(tiny_model(), options))
-    assert config.learns and len(lines) == 1 and "not used" in lines[0]
+    for model in (other_model, tiny_model()):
+        with our_log() as lines:
+            config = drafting(from_dict(model, options))
+        assert config.learns and len(lines) == 1 and "not used" in lines[0]
+    teach(start_engine(tiny_model(), options), expected)
+    saved()
+    check_folder(folder)
 
 
+def full_disk(file: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("full", [False, True])
 def test_a_folder_that_cannot_be_written_is_one_line(
-    tiny_model: Factory, expected: list[list[int]], tmp_path: Path
+    tiny_model: Factory,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full: bool,
 ) -> None:
-    (tmp_path / "learned").touch()
-    llm = start_engine(
-        tiny_model(), PPD | {"learn_dir": str(tmp_path / "learned")}
-    )
+    folder = tmp_path / "learned"
+    if full:
+        monkeypatch.setattr(os, "fsync", full_disk)
+    else:
+        folder.touch()
+    llm = start_engine(tiny_model(), PPD | {"learn_dir": str(folder)})
     with our_log() as lines:
         teach(llm, expected)
         saved()
     assert len(lines) == 1 and "cannot be written" in lines[0]
+    assert not list(folder.glob("*/*"))
+    assert accepted_of_heads(llm, expected) > 50

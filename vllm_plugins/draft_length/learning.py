@@ -13,7 +13,7 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 # Attribute that we add to a ModelRunnerOutput: a Report
 LEARNED = "vllm_ppd_learned"
-BLOCK = 256  # positions that are used at once
+BLOCK = 64  # positions that are used at once
 HELD = 4096  # positions that solutions are compared at
 # Solutions are made from so many positions for each dimension of the states
 MARKS = (8, 16, 32, 64, 128)

@@ -9,8 +9,9 @@ A state h and the token x after it predict the next state h':
 which is the recurrence of CP heads without its gated layer. The sums of the regression
 grow by a block of positions at once. A solution is made in slices, one a step: the
 normal equations are solved by panels of columns, and the drafts of the result are
-compared with the tokens at held-out positions. A slice takes about as long
-as the sums of a block, so no step waits for more.
+compared with the tokens at held-out positions. A slice has about as many operations as
+the target has for two tokens, which are 48 d^2 for each layer, so no step takes much
+longer for it.
 
 The same code runs on the CPU and on a GPU, and nothing waits for the device.
 """
@@ -30,8 +31,9 @@ from vllm_ppd.vllm_plugins.methods.learning.pairs import Positions
 
 # Of the regression, relative to the mean square of its inputs
 PENALTY = 1e-2
-PANEL = 256  # columns that a slice eliminates
-ROWS = 64  # held-out positions that a slice compares
+# For each layer of the target on a rank:
+COLUMNS = 6  # that a slice eliminates, by at most 8 d^2 operations each
+ROWS = 3  # held-out positions that a slice compares
 
 
 class Learner:
@@ -41,6 +43,7 @@ class Learner:
         drafter: a LearnedDrafter, whose draft vocabulary each solution sets.
         target: loaded.
         held: HELD positions.
+        layers: of the target, divided by the ranks that share each of them.
 
     Attributes:
         slices: of the solution in work; each is computed when it is asked for.
@@ -48,10 +51,13 @@ class Learner:
             gained, squares.
     """
 
-    def __init__(self, drafter: Any, target: Target, held: Positions) -> None:
+    def __init__(
+        self, drafter: Any, target: Target, held: Positions, layers: int
+    ) -> None:
         self.drafter = drafter
         self.target = target
         self.held = held
+        self.layers = layers
         size = target.hidden_size
         device = target.device
         self.gram, self._factor = torch.zeros(
@@ -97,9 +103,12 @@ class Learner:
         yield
         self.drafter.vocabulary.choose(self.counts)
         yield
-        yield from solve_in_slices(self._factor, self.solution)
-        for start in range(0, HELD, ROWS):
-            self._compare(slice(start, start + ROWS))
+        yield from solve_in_slices(
+            self._factor, self.solution, COLUMNS * self.layers
+        )
+        rows = ROWS * self.layers
+        for start in range(0, HELD, rows):
+            self._compare(slice(start, start + rows))
             yield
         gained = self._accepted - self._in_use
         result = self.result.value
@@ -130,17 +139,18 @@ class Learner:
         self._in_use.copy_(self._accepted)
 
 
-def solve_in_slices(matrix: Tensor, values: Tensor) -> Iterator[None]:
+def solve_in_slices(matrix: Tensor, values: Tensor, width: int) -> Iterator[None]:
     """Solve M X = Y in place for a positive definite M, by Gauss-Jordan elimination of a
-    panel of columns at once, yielding between slices of at most 2 PANEL n^2 operations.
+    panel of columns at once, yielding between slices of at most 2 width n^2 operations.
 
     Args:
         matrix: M [n, n], overwritten.
         values: Y [n, columns], which becomes X.
+        width: of a panel.
     """
-    for start in range(0, len(matrix), PANEL):
-        panel = slice(start, start + PANEL)
-        right = matrix[:, start + PANEL :]
+    for start in range(0, len(matrix), width):
+        panel = slice(start, start + width)
+        right = matrix[:, start + width :]
         inverse = torch.linalg.inv_ex(matrix[panel, panel]).inverse
         values[panel] = inverse @ values[panel]
         right[panel] = inverse @ right[panel]

@@ -51,7 +51,7 @@ class LearningSpeculator(Speculator):
         self._use_heads(True)  # until requests come, as they take more memory
         assert self.learner is not None and self.pairs is not None
         sums = [self.learner.gram, self.learner.product]
-        parts = [*sums, *sums, self.pairs.states, *self.pairs.complete]
+        parts = [*sums, *sums, *self.pairs.kept]
         taken = sum(part.nbytes for part in parts)
         logger.info(
             "vllm-ppd: learning heads from the traffic takes %.0f MB until it ends; "
@@ -70,7 +70,9 @@ class LearningSpeculator(Speculator):
             self.target,
         )
         held = self.pairs.part(self.pairs.size, HELD)
-        self.learner = Learner(self.heads, self.target, held)
+        ranks = get_tp_group().world_size
+        layers = max(self.config.num_layers // ranks, 1)
+        self.learner = Learner(self.heads, self.target, held, layers)
         self._installed = False
         self._use_heads(False)
 
