@@ -79,7 +79,9 @@ def test_two_ranks_learn(
     learn_from_few(monkeypatch)
     requests = prompts(12, 60)
     expected = generate(engine(), requests, greedy(120))
-    llm = two_ranks({"method": "ppd"})
+    llm = two_ranks(
+        {"method": "ppd"}, worker_extension_cls="few_positions.FewPositions"
+    )
     with accepting(llm) as seen:
         for _ in range(2):
             assert generate(llm, requests, greedy(120)) == expected
