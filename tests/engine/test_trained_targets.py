@@ -149,5 +149,6 @@ def test_as_many_drafts_are_accepted_as_foretold(
     expected = drafted(calibration, CPHead, texts, token_ids)[DRAFTS - 1]
     seen = counted(outputs, DRAFTS, TOKENS)
     counts = [seen["drafts"], seen["drafted"], seen["accepted"]]
-    assert counts == [round(value) for value in expected[1:]]
+    foretold = (expected.drafts, expected.drafted, expected.accepted)
+    assert counts == [round(value) for value in foretold]
     assert seen["accepted"] > 30

