@@ -143,7 +143,7 @@ def _find_peaks(
             tl.store(joints[below] + row * size + entry, product, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "default"])
+@triton.jit(do_not_specialize=["rows"])
 def _back_off(
     peaks: Peaks,
     top: Top,
@@ -151,7 +151,6 @@ def _back_off(
     likeliest: Likeliest,
     rows,
     parts,
-    default,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -160,7 +159,6 @@ def _back_off(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     eps = tl.load(eps_b + row)
-    eps = tl.where(eps == eps, eps, default)
     finite = tl.full((), 1, tl.int1)
     for below in tl.static_range(HEADS + GIVEN):
         at = (below * rows + row) * parts + part
@@ -246,7 +244,7 @@ def find_peaks(
     return peaks, joints
 
 
-def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest:
+def back_off(peaks: Peaks, top: Top, eps_b: Tensor) -> Likeliest:
     """Same as the reference."""
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
@@ -269,7 +267,6 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
         likeliest,
         rows,
         parts,
-        default,
         HEADS=heads,
         K=k,
         GIVEN=given,

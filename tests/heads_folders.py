@@ -19,7 +19,7 @@ from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
 
 KINDS = ("early", "cp", "dynamo", "recurrent")
 OF_DEMO = KINDS[:3]  # that the demo model ships with
@@ -193,6 +193,21 @@ def draft(
         read,
         sampling,
     )
+
+
+def sampling_at(
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> Sampling:
+    """Rows at temperatures, with limits if they are given, and seeds from torch's generator."""
+    if top_k is None:
+        top_k = torch.full_like(temperature, UNLIMITED)
+    if top_p is None:
+        top_p = torch.ones_like(temperature)
+    positions = torch.zeros_like(temperature, dtype=torch.int64)
+    seeds = torch.randint_like(positions, 1 << 62)
+    return Sampling(temperature, top_k, top_p, seeds, positions)
 
 
 def corpus(seed: int = 0) -> list[np.ndarray]:

@@ -72,11 +72,10 @@ def choices_along(
     first_token = torch.tensor([*tokens[1:], 0])
     mask = LearnedMask(tensors)
     masked = mask.masked(states, target.embed(first_token))
-    settings = config.sampling.model_copy(update={"eps_b": eps_b})
     counts = CoOccurrence.from_tensors(tensors)
     joint = candidates(
         [logits_at(target, state, 0.0) for state in masked],
-        settings,
+        config.sampling.k,
         counts and counts.ngrams,
         first_token,
         tables=mask.tables(
@@ -85,7 +84,7 @@ def choices_along(
             lambda rows: logits_at(target, rows, 0.0),
         ),
     )
-    return joint.back_off(settings)
+    return joint.back_off(torch.full((len(tokens),), eps_b))
 
 
 @torch.no_grad()
