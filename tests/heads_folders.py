@@ -123,9 +123,8 @@ def log_likelihood(
         hidden, tokens[..., None], unembedding, bias, context, chunk
     ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(
-        dim=-1
-    ), conditional_log_probs(weights, observed[..., None]).squeeze(-1)
+    chain = conditional_log_probs(weights, observed[..., None], observed)
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain.squeeze(-1)
 
 
 def cp_head(
@@ -217,8 +216,11 @@ def corpus(seed: int = 0) -> list[np.ndarray]:
 
 
 def counted(
-    documents: list[np.ndarray], order: int, vocab: int = 7, **options: Any
+    documents: list[np.ndarray],
+    order: int,
+    vocab: int = 7,
+    max_entries: int = 1 << 20,
 ) -> CoOccurrence:
     """The n-grams of documents."""
     unigram = np.bincount(np.concatenate(documents), minlength=vocab)
-    return CoOccurrence.from_tokens(documents, unigram, order, **options)
+    return CoOccurrence.from_tokens(documents, unigram, order, max_entries)

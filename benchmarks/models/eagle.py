@@ -126,7 +126,7 @@ class Eagle(Recipe):
         regression = functional.smooth_l1_loss(
             predicted[known].float(), wanted[known]
         )
-        rows = self.share_of(known, self.options.position_share)
+        rows = self.share_of(known)
         logits = self.logits(predicted[rows])
         teacher = self.logits(wanted[rows])
         # Cross-entropy to the target's distribution, and how often the best tokens

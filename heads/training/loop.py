@@ -72,7 +72,6 @@ def train(
     with _begun(options, make) as run:
         facts = run.train()
         if run.processes.is_main_process:
-            run.recipe.prepare_output(run.store, run.out)
             facts = provenance(
                 kind=options.kind,
                 options=options.model_dump(mode="json"),

@@ -31,7 +31,9 @@ EPS_B = torch.tensor(
 def ngrams(orders: int, document: np.ndarray = DOCUMENT) -> Ngrams:
     counts = np.bincount(document, minlength=VOCAB)
     with torch.device("cpu"):
-        table = CoOccurrence.from_tokens([document], counts, orders).ngrams
+        table = CoOccurrence.from_tokens(
+            [document], counts, orders, 1 << 20
+        ).ngrams
     return table.to(DEVICE)
 
 
