@@ -31,15 +31,6 @@ COUNTS_NAME = "token_counts.safetensors"
 COUNTS = ("token_counts", "cooccurrence.")
 
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
-RecommendedDrafts = Annotated[
-    Drafts,
-    Field(
-        validation_alias=AliasPath(
-            "speculators_config", "proposal_methods", 0, "speculative_tokens"
-        ),
-        description="drafts per step recommended for these heads",
-    ),
-]
 
 
 class TargetFingerprint(BaseModel):
@@ -92,7 +83,12 @@ class HeadsConfig(BaseModel, ABC):
         ),
         description="names of the target's classes, as in its config.json",
     )
-    num_speculative_tokens: RecommendedDrafts
+    num_speculative_tokens: Drafts = Field(
+        validation_alias=AliasPath(
+            "speculators_config", "proposal_methods", 0, "speculative_tokens"
+        ),
+        description="drafts per step recommended for these heads",
+    )
     draft_vocab_size: int | None = Field(
         None,
         ge=16,

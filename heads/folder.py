@@ -100,8 +100,7 @@ def check_folder(folder: StrPath) -> HeadsConfig:
     Raises:
         HeadsError: as load_tensors.
     """
-    config, _ = load_tensors(folder)
-    return config
+    return load_tensors(folder)[0]
 
 
 def load_tensors(

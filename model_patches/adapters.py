@@ -103,8 +103,6 @@ class GraniteAdapter(LlamaLikeAdapter):
 class TransformersAdapter(Adapter):
     """Adapter without a residual stream; Transformers' modules expect a batch dimension of one."""
 
-    has_residual = False
-
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.final_norm: nn.Module = next(

@@ -45,7 +45,7 @@ class Adapter(ABC):
     and adds no weights.
     """
 
-    has_residual: bool
+    has_residual = False
 
     def __init__(self, model: Any) -> None:
         self.model = model  # the causal LM as vLLM loaded it

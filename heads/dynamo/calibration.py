@@ -94,11 +94,9 @@ def drafted(
         targets = ahead(targets, range(1, drafts + 1)).flatten(0, 1)
         for rows in torch.arange(len(tokens)).split(size):
             first = tokens[rows, 0]
-            read = [state[rows] for state in states]
-            factors = [
-                logits_at(target, state, 0.0)[:, ids]
-                for state in mask.masked(read, target.embed(first))
-            ]
+            read = torch.stack([state[rows] for state in states])
+            masked = mask.masked(read, target.embed(first))
+            factors = logits_at(target, masked, 0.0)[..., ids]
             joint = candidates(
                 factors,
                 k,

@@ -151,7 +151,7 @@ class DynaMoConfig(HeadsConfig):
         0, ge=0, description="rank of the learned mask (0: none)"
     )
     sampling: JointSettings = Field(
-        default_factory=lambda: JointSettings.model_validate({}),
+        JointSettings.model_validate({}),
         description="settings of the joint",
     )
 

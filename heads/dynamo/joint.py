@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -106,8 +105,8 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    scores: Sequence[Tensor]
-    | Tensor,  # [rows, vocabulary] of each head from 1 (2 with first_token) on
+    # [heads, rows, vocabulary] of the heads from 1 (2 with first_token) on
+    scores: Tensor,
     k: int,  # candidates of each head
     ngrams: Ngrams | None = None,
     first_token: Tensor | None = None,  # [rows] int64
@@ -127,8 +126,6 @@ def candidates(
     has sampled, and thresholds apply to the conditional. Without counted n-grams the
     joint is the plain product.
     """
-    if not isinstance(scores, Tensor):
-        scores = torch.stack([*scores])
     best = scores.float().topk(min(k, scores.shape[-1]), dim=-1)
     ids = best.indices if token_ids is None else token_ids[best.indices]
     heat = scores.new_ones(()) if heat is None else heat

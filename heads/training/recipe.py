@@ -63,7 +63,6 @@ class Recipe(nn.Module, ABC):
         Called after the cache is set and before groups(). If a run continues, its
         checkpoint replaces the parameters afterwards.
         """
-        return None
 
     needed = 1  # tokens of a response in a row from which anything is learnt
 

@@ -71,10 +71,10 @@ def choices_along(
     _, *states = head_states(calibration, heads, batch)
     first_token = torch.tensor([*tokens[1:], 0])
     mask = LearnedMask(tensors)
-    masked = mask.masked(states, target.embed(first_token))
+    masked = mask.masked(torch.stack(states), target.embed(first_token))
     counts = CoOccurrence.from_tensors(tensors)
     joint = candidates(
-        [logits_at(target, state, 0.0) for state in masked],
+        logits_at(target, masked, 0.0),
         config.sampling.k,
         counts and counts.ngrams,
         first_token,

@@ -27,7 +27,7 @@ def select(
     eps_b: float = 0.5,
 ) -> JointChoice:
     joint = candidates(
-        scores,
+        torch.stack(scores),
         k,
         counts and counts.ngrams,
         first_token,
@@ -151,7 +151,7 @@ def test_choice_is_algorithm_1(
 
 def test_eps_b_of_each_row() -> None:
     heads = [head.repeat(2, 1) for head in log_probs(1, 3)]
-    choice = candidates(heads, 4).back_off(torch.tensor([0.0, 1.0]))
+    choice = candidates(torch.stack(heads), 4).back_off(torch.tensor([0.0, 1.0]))
     assert choice.order.tolist() == [3, 1]
 
 
@@ -241,7 +241,7 @@ def test_a_learned_mask_makes_conditionals() -> None:
     newest = embeddings[first][:, None]
     read = [s + mask(token, newest) for token, s in enumerate(states, start=2)]
     joint = candidates(
-        [state @ lm_head.T for state in read],
+        torch.stack([state @ lm_head.T for state in read]),
         VOCAB,
         first_token=first,
         tables=tables,
