@@ -27,17 +27,10 @@ MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 # Holds the counts of heads whose published weights are not changed
 COUNTS_NAME = "token_counts.safetensors"
+# Begin the names of tensors that hold counts or n-grams
+COUNTS = ("token_counts", "cooccurrence.")
 
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
-RecommendedDrafts = Annotated[
-    Drafts,
-    Field(
-        validation_alias=AliasPath(
-            "speculators_config", "proposal_methods", 0, "speculative_tokens"
-        ),
-        description="drafts per step recommended for these heads",
-    ),
-]
 
 
 class TargetFingerprint(BaseModel):
@@ -74,12 +67,6 @@ class HeadsConfig(BaseModel, ABC):
     parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores
     # A regular expression for tensor names that only these heads have
     tensor_names: ClassVar[str]
-    counts: ClassVar[
-        tuple[str, ...]
-    ] = ()  # name prefixes of tensors that hold counts or n-grams
-    files_beside: ClassVar[
-        tuple[str, ...]
-    ] = ()  # safetensors files of further tensors, if any
 
     verifier: str = Field(
         validation_alias=AliasPath(
@@ -96,7 +83,12 @@ class HeadsConfig(BaseModel, ABC):
         ),
         description="names of the target's classes, as in its config.json",
     )
-    num_speculative_tokens: RecommendedDrafts
+    num_speculative_tokens: Drafts = Field(
+        validation_alias=AliasPath(
+            "speculators_config", "proposal_methods", 0, "speculative_tokens"
+        ),
+        description="drafts per step recommended for these heads",
+    )
     draft_vocab_size: int | None = Field(
         None,
         ge=16,
@@ -164,7 +156,7 @@ class HeadsConfig(BaseModel, ABC):
         """Whether these heads describe their target completely; heads of other projects
         may not name it.
         """
-        return True
+        return self.target.num_hidden_layers > 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -180,10 +172,10 @@ class HeadsConfig(BaseModel, ABC):
         """Names that a tensor of `shapes` may have in the file; the first one present is read."""
         yield tensor
 
-    @classmethod
-    def is_count(cls, tensor: str) -> bool:
+    @staticmethod
+    def is_count(tensor: str) -> bool:
         """Whether a tensor of that name holds counts or n-grams, which are integers."""
-        return tensor.startswith(cls.counts)
+        return tensor.startswith(COUNTS)
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout, which only this package reads, and
@@ -222,8 +214,6 @@ class HeadsConfig(BaseModel, ABC):
 
 class CountedHeads(HeadsConfig):
     """Heads that draft from a part of the vocabulary if they have token counts."""
-
-    counts = ("token_counts",)
 
     token_counts: bool = Field(
         False,

@@ -70,7 +70,7 @@ class Stopped(KeyboardInterrupt):
         steps: how many it has (None: not known yet).
     """
 
-    def __init__(self, step: int, steps: int | None = None) -> None:
+    def __init__(self, step: int, steps: int | None) -> None:
         of = "" if steps is None else f" of {steps}"
         super().__init__(
             f"stopped at step {step}{of}; the same command continues it"

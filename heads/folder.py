@@ -10,7 +10,7 @@ refused before a model loads. A name on the Hub may be given in place of a folde
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from typing_extensions import TypeVar
 
-from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.base import COUNTS_NAME, HeadsConfig
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import (
     named,
@@ -100,8 +100,7 @@ def check_folder(folder: StrPath) -> HeadsConfig:
     Raises:
         HeadsError: as load_tensors.
     """
-    config, _ = load_tensors(folder)
-    return config
+    return load_tensors(folder)[0]
 
 
 def load_tensors(
@@ -119,7 +118,7 @@ def load_tensors(
     config = load_config(folder, wanted)
     stored = {
         name: file.get_tensor(name)
-        for file in opened_files(folder, config.files_beside)
+        for file in opened_files(folder)
         for name in file.keys()  # noqa: SIM118 (no mapping)
     }
     try:
@@ -250,13 +249,9 @@ def _calibrate(folder: StrPath) -> str:
     return f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
 
 
-def opened_files(folder: StrPath, beside: Sequence[str] = ()) -> Iterator[Any]:
+def opened_files(folder: StrPath) -> Iterator[Any]:
     """Open each file of a folder's weights: the shards if there is an index and no
-    whole file.
-
-    Args:
-        folder: of the heads.
-        beside: optional files beside the weights.
+    whole file; then that of counts, if there is one.
 
     Raises:
         MissingFile: if a file is missing; pickles are never loaded.
@@ -271,7 +266,8 @@ def opened_files(folder: StrPath, beside: Sequence[str] = ()) -> Iterator[Any]:
                 f"{named(index)} has no weight_map; copy or write the heads again"
             )
         names = sorted(set(map(str, places.values())))
-    names += [name for name in beside if Path(folder, name).exists()]
+    if Path(folder, COUNTS_NAME).exists():
+        names.append(COUNTS_NAME)
     for name in names:
         path = Path(folder, name)
         if not path.is_file():

@@ -20,6 +20,7 @@ from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
 from vllm_ppd.heads.files import write_json, writing_file
 from vllm_ppd.heads.options import DataOptions
+from vllm_ppd.heads.training.tokens import control_tokens
 
 NUMBER = 1000  # chats to write if neither a number nor prompts are given
 STRIDE = 4  # distance between prompts from a text, in prompt lengths
@@ -258,8 +259,7 @@ def user_turns(
     stop_ids = {tokenizer.eos_token_id} - {None}
     stop = None
     following = ids_of(after)[:1]
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    if {*tokenizer.all_special_ids, *added}.intersection(following):
+    if control_tokens(tokenizer).intersection(following):
         stop_ids.update(following)
     else:  # the template ends a user turn by text
         stop = after.split()[:1]

@@ -124,7 +124,7 @@ def whole_folder(
     return os.path.join(folder, subfolder)
 
 
-def pinned(name: StrPath, file: str) -> str:
+def pinned(name: StrPath) -> str:
     """The name with its current commit, so that every process loads the same heads.
 
     Raises:
@@ -133,12 +133,12 @@ def pinned(name: StrPath, file: str) -> str:
     repository = hub_name(name)
     if repository is None:
         return os.fspath(name)
-    folder = Path(folder_of(name, file))
+    folder = Path(folder_of(name, "config.json"))
     commit = folder.name if repository.subfolder is None else folder.parent.name
     return str(repository._replace(revision=commit))
 
 
-def pinned_within(seconds: float, name: StrPath, file: str) -> str:
+def pinned_within(seconds: float, name: StrPath) -> str:
     """The same as pinned, but in limited time.
 
     Raises:
@@ -149,7 +149,7 @@ def pinned_within(seconds: float, name: StrPath, file: str) -> str:
 
     def ask() -> None:
         try:
-            answer.set_result(context.run(pinned, name, file))
+            answer.set_result(context.run(pinned, name))
         except HeadsError as error:
             answer.set_exception(error)
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401 (the imports register the kinds)
 """The kinds of heads: each has a folder, whose config registers itself when it is
 imported here.
 
@@ -14,17 +15,6 @@ from vllm_ppd.heads.cp import config as cp
 from vllm_ppd.heads.dynamo import config as dynamo
 from vllm_ppd.heads.early import config as early
 from vllm_ppd.heads.recurrent import config as recurrent
-
-__all__ = [
-    "KINDS",
-    "calibration_of",
-    "cp",
-    "dynamo",
-    "early",
-    "kind_in",
-    "recipe_of",
-    "recurrent",
-]
 
 
 def kind_in(data: dict[str, Any]) -> str | None:

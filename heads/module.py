@@ -96,12 +96,6 @@ def columns(token_ids: Tensor, vocab_size: int) -> Tensor:
     return places
 
 
-def covered(counts: Tensor) -> Tensor:
-    """Share of the text that the 1, 2, ... most frequent tokens make up: [vocabulary] float64."""
-    descending = counts.double().sort(descending=True).values
-    return descending.cumsum(0) / descending.sum().clamp(min=1)
-
-
 def first_guess(counts: Tensor) -> int | None:
     """The recommended size before calibration, from the training text alone.
 
@@ -109,7 +103,9 @@ def first_guess(counts: Tensor) -> int | None:
     vocabulary; None, the whole one, where that would leave out more than a tenth of the
     text.
     """
-    share = covered(counts)
+    descending = counts.double().sort(descending=True).values
+    # Of the text that the 1, 2, ... most frequent tokens make up
+    share = descending.cumsum(0) / descending.sum().clamp(min=1)
     enough = int((share < ALMOST_ALL).sum()) + 1
     grains = math.ceil(min(enough, len(counts) / 4) / GRAIN)
     size = max(MIN_SIZE, grains * GRAIN)

@@ -254,12 +254,14 @@ class TrainingOptions(Options):
         "memory",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "adamw",
-        description="AdamW (the papers), or Muon for the heads' matrices and AdamW "
-        "for the rest",
+        "muon",
+        description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
+        "alone (the papers' optimizer, where they name one)",
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate of the heads"
+        1e-3,
+        gt=0,
+        description="peak learning rate of the heads (DynaMo's LR_M, Table 5)",
     )
     warmup: float = Field(
         0.03,
@@ -353,11 +355,6 @@ class TrainingOptions(Options):
 class HeadsOptions(TrainingOptions):
     """Options of heads that may be trained over a part of the vocabulary."""
 
-    optimizer: Literal["adamw", "muon"] = Field(
-        "muon",
-        description="Muon for the heads' matrices and AdamW for the rest, or AdamW "
-        "alone (the papers' optimizer, where they name one)",
-    )
     train_vocab_size: int | None = Field(
         0,
         ge=0,
@@ -389,6 +386,11 @@ class FullOptions(HeadsOptions):
     distillation_top_k: int = Field(
         16, ge=1, le=256, description="number of likeliest tokens to distill"
     )
+
+    @property
+    def distilled(self) -> int:
+        """How many of the target's likeliest tokens are distilled."""
+        return self.distillation_top_k if self.distillation else 0
 
     @model_validator(mode="after")
     def _whole_lm_head(self) -> Self:

@@ -152,13 +152,6 @@ def data_files(paths: Sequence[StrPath]) -> list[dict[str, Any]]:
     ]
 
 
-def trained_on(paths: Sequence[StrPath], facts: Provenance) -> list[str]:
-    """The names of the files that heads were trained on, which have equal sizes."""
-    return [
-        file["name"] for file in data_files(paths) if file in facts.data_files
-    ]
-
-
 def write_card(
     folder: StrPath,
     config: HeadsConfig,

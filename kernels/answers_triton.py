@@ -10,8 +10,8 @@ import triton.language as tl
 from vllm_ppd.kernels.answers import Kept, Verified
 from vllm_ppd.kernels.lookup import Texts
 
-REQUESTS = 128  # at a time
-BLOCK_H = 1024  # elements of a state at a time
+REQUESTS = tl.constexpr(128)  # at a time
+BLOCK = tl.constexpr(1024)  # elements of a state at a time
 
 
 def collect(step: Verified, texts: Texts, kept: Kept, held: int) -> None:
@@ -29,7 +29,6 @@ def collect(step: Verified, texts: Texts, kept: Kept, held: int) -> None:
         requests,
         held,
         FOLLOWING=following,
-        REQUESTS=REQUESTS,
     )
     _collect[(requests, following)](
         step,
@@ -43,7 +42,6 @@ def collect(step: Verified, texts: Texts, kept: Kept, held: int) -> None:
         WINDOW=kept.recent.shape[1],
         FOLLOWING=following,
         TOKENS=triton.next_power_of_2(following),
-        BLOCK=BLOCK_H,
     )
 
 
@@ -56,7 +54,6 @@ def _place(
     requests,
     held,
     FOLLOWING: tl.constexpr,
-    REQUESTS: tl.constexpr,
 ):
     learned = tl.load(kept.counts)
     held_out = tl.load(kept.counts + 1)
@@ -95,7 +92,6 @@ def _collect(
     WINDOW: tl.constexpr,
     FOLLOWING: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0)
     number = tl.program_id(1)
@@ -117,19 +113,19 @@ def _collect(
         token = tl.load(text + ahead, mask=inside, other=0).to(tl.int64)
         tl.store(kept.tokens + slot * FOLLOWING + ahead, token, mask=inside)
         state = kept.states + slot * 2 * size
-        _copy(recent + position % WINDOW * size, state, size, BLOCK)
+        _copy(recent + position % WINDOW * size, state, size)
         position += 1
-        _copy(recent + position % WINDOW * size, state + size, size, BLOCK)
+        _copy(recent + position % WINDOW * size, state + size, size)
     if number < tl.load(step.num_sampled + request):
         end = tl.load(step.query_starts + request + 1).to(tl.int64)
         token = end - 1 - tl.load(step.num_rejected + request) - number
         position = tl.load(step.positions + token)
         hidden = step.hidden + token * hidden_stride
-        _copy(hidden, recent + position % WINDOW * size, size, BLOCK)
+        _copy(hidden, recent + position % WINDOW * size, size)
 
 
 @triton.jit
-def _copy(source, target, size, BLOCK: tl.constexpr):
+def _copy(source, target, size):
     for start in range(0, size, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < size

@@ -59,10 +59,9 @@ def mixture(
 
 def conditional_log_probs(
     log_weights: Tensor,  # [rows, r]
-    # [rows, n, r, k], at k tokens of each position, the observed one first
-    log_factors: Tensor,
-    # [rows, n] bool: where the observed token is in the vocabulary (None: all)
-    known: Tensor | None = None,
+    log_factors: Tensor,  # [rows, n, r, k], at k tokens of each position
+    # [rows, n, r], at the observed token of each position; 0 where it is not known
+    observed: Tensor,
 ) -> Tensor:
     """log P(x | x_1..x_{s-1}) of each of the k tokens, the terms of eq. 9 for the
     observed ones: [rows, n, k]. Unknown observed tokens leave the weights alone.
@@ -70,10 +69,7 @@ def conditional_log_probs(
     terms = []
     for position, factors in enumerate(log_factors.unbind(dim=1)):
         terms.append(mixture(log_weights, factors))
-        observed = factors[..., 0]
-        if known is not None:
-            observed = observed.where(known[:, position, None], 0.0)
-        log_weights = posterior(log_weights, observed)
+        log_weights = posterior(log_weights, observed[:, position])
     return torch.stack(terms, dim=1)
 
 

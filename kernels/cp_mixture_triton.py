@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.sampling_triton import (
@@ -171,18 +170,8 @@ def draft_chain(
     sampling: Sampling | None = None,
     token_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Same as the reference, in float32; float64 goes through the reference. Ties give
-    the lowest id.
-    """
+    """Same as the reference, in float32. Ties give the lowest id."""
     lead = 0 if first_token is None else 1
-    if (
-        logits.dtype == torch.float64
-        or len(logits) == 0
-        or logits.shape[1] == lead
-    ):
-        return cp_mixture.draft_chain(
-            log_weights, logits, first_token, sampling, token_ids
-        )
     rows, positions, rank, vocab = logits.shape
     device = logits.device
     drafts = positions - lead

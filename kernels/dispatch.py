@@ -10,7 +10,6 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -28,12 +27,12 @@ def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
     """The implementation of a reference for the device of a tensor: `chosen(stage,
     hidden)(...)`.
 
-    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is
-    not 0; else the reference.
+    It is Triton's if the tensor is on a GPU and VLLM_PPD_TRITON is not 0; else the
+    reference.
     """
     wanted = os.environ.get(SWITCH, "1")
     may_run = tensor.is_cuda or wanted == "always"
-    if may_run and wanted != "0" and _installed():
+    if may_run and wanted != "0":
         return cast("Callable[P, R]", namesake(reference))
     return reference
 
@@ -45,8 +44,3 @@ def namesake(reference: Callable[..., Any]) -> Callable[..., Any]:
         importlib.import_module(f"{reference.__module__}_triton"),
         reference.__name__,
     )
-
-
-@cache
-def _installed() -> bool:
-    return find_spec("triton") is not None

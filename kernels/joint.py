@@ -165,7 +165,7 @@ def peaks_of(joints: list[Tensor]) -> Peaks:
     )
 
 
-def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest:
+def back_off(peaks: Peaks, top: Top, eps_b: Tensor) -> Likeliest:
     """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1),
     else one token (Algorithm 1).
 
@@ -175,28 +175,26 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
     Args:
         peaks: the peaks of n orders.
         top: the candidates for n tokens.
-        eps_b: [rows] float32 thresholds, NaN for the default.
-        default: the default threshold.
+        eps_b: [rows] float32 thresholds.
     """
     totals = peaks.sums.sum(dim=-1)
     best = peaks.entries.max(dim=-1, keepdim=True)
     values = best.values.squeeze(-1) / totals.clamp(min=TINY)
     finite = totals.isfinite().all(dim=0)
-    eps = torch.where(eps_b.isnan(), default, eps_b)
-    order = torch.ones_like(eps, dtype=torch.int64)
-    floor = torch.zeros_like(eps)
+    order = torch.ones_like(eps_b, dtype=torch.int64)
+    floor = torch.zeros_like(eps_b)
     for m in range(2, len(totals) + 1):
         # This goes upwards and Algorithm 1 downwards; the highest order that passes
         # wins in both.
-        taken = finite & (values[m - 1] > eps ** (m - 1))
+        taken = finite & (values[m - 1] > eps_b ** (m - 1))
         order = torch.where(taken, m, order)
-        floor = torch.where(taken, eps ** (m - 1), floor)
+        floor = torch.where(taken, eps_b ** (m - 1), floor)
     taken_order = (order - 1).unsqueeze(0)
     order_places = peaks.places.gather(-1, best.indices).squeeze(-1)
     place = order_places.gather(0, taken_order).squeeze(0)
     total = totals.gather(0, taken_order).squeeze(0)
     places = torch.zeros(
-        len(eps), len(totals), dtype=torch.int64, device=eps.device
+        len(eps_b), len(totals), dtype=torch.int64, device=eps_b.device
     )
     tokens = torch.full_like(places, -1)
     for i, ids in reversed([*enumerate(top.token_ids)]):

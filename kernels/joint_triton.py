@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_ppd.kernels import joint
-from vllm_ppd.kernels.joint import BINS, Likeliest, Ngrams, Peaks, Top
+from vllm_ppd.kernels.joint import Likeliest, Ngrams, Peaks, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.sampling_triton import (
     COLDEST,
@@ -31,10 +31,11 @@ from vllm_ppd.kernels.sampling_triton import (
 )
 
 INT64 = torch.int64
-BLOCK = 1024  # entries of a program at a time
+BLOCK = tl.constexpr(1024)  # entries of a program at a time
 TINY = tl.constexpr(joint.TINY)
 EDGE = tl.constexpr(joint.EDGE)
 CENTER = tl.constexpr(joint.CENTER)
+BINS = tl.constexpr(joint.BINS)
 
 
 @triton.jit
@@ -81,7 +82,6 @@ def _find_peaks(
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -143,7 +143,7 @@ def _find_peaks(
             tl.store(joints[below] + row * size + entry, product, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "default"])
+@triton.jit(do_not_specialize=["rows"])
 def _back_off(
     peaks: Peaks,
     top: Top,
@@ -151,7 +151,6 @@ def _back_off(
     likeliest: Likeliest,
     rows,
     parts,
-    default,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     GIVEN: tl.constexpr,
@@ -160,7 +159,6 @@ def _back_off(
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     eps = tl.load(eps_b + row)
-    eps = tl.where(eps == eps, eps, default)
     finite = tl.full((), 1, tl.int1)
     for below in tl.static_range(HEADS + GIVEN):
         at = (below * rows + row) * parts + part
@@ -219,7 +217,7 @@ def find_peaks(
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
     orders = heads + given
-    shape = (orders, rows, triton.cdiv(k**heads, BLOCK))
+    shape = (orders, rows, triton.cdiv(k**heads, BLOCK.value))
     sums = torch.empty(shape, dtype=torch.float32, device=top.ids.device)
     peaks = Peaks(
         sums, torch.empty_like(sums), torch.empty_like(sums, dtype=INT64)
@@ -241,12 +239,11 @@ def find_peaks(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         GIVEN=given,
-        BLOCK=BLOCK,
     )
     return peaks, joints
 
 
-def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest:
+def back_off(peaks: Peaks, top: Top, eps_b: Tensor) -> Likeliest:
     """Same as the reference."""
     heads, rows, k = top.ids.shape
     given = int(top.first_token is not None)
@@ -269,7 +266,6 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
         likeliest,
         rows,
         parts,
-        default,
         HEADS=heads,
         K=k,
         GIVEN=given,
@@ -278,7 +274,7 @@ def back_off(peaks: Peaks, top: Top, eps_b: Tensor, default: float) -> Likeliest
     return likeliest
 
 
-BLOCK_R = 16  # entries at a time per candidate
+BLOCK_R = tl.constexpr(16)  # entries at a time per candidate
 
 
 @triton.jit
@@ -304,7 +300,6 @@ def _blurred(
     free,  # axes of more than one entry
     HEADS: tl.constexpr,
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """A Gaussian blur of the kept entries over all axes."""
     blurred = tl.zeros((BLOCK,), tl.float32)
@@ -327,8 +322,6 @@ def _threshold(
     size,
     least,
     greatest,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Otsu's threshold, from a histogram between the least and the greatest entry."""
     width = tl.maximum(greatest - least, TINY)
@@ -361,7 +354,6 @@ def _marginal(
     rest,  # entries of each candidate
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     """The sums of the entries of each candidate for the next token: [K_BLOCK]."""
     column = tl.arange(0, K_BLOCK)
@@ -402,9 +394,6 @@ def _draw_ngrams(
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
     GIVEN: tl.constexpr,  # 1 with a first token, else 0
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     order = tl.load(likeliest.order + row)
@@ -436,7 +425,6 @@ def _draw_ngrams(
                 free,
                 HEADS,
                 K,
-                BLOCK,
             )
             tl.store(here + entry, smooth, mask=inside)
             kept = _kept(line, entry, inside, total, floor)
@@ -446,7 +434,7 @@ def _draw_ngrams(
             greatest = tl.maximum(greatest, high)
             peak = tl.maximum(peak, tl.max(kept, axis=0))
         tl.debug_barrier()
-        threshold = _threshold(here, size, least, greatest, BINS, BLOCK)
+        threshold = _threshold(here, size, least, greatest)
         tl.debug_barrier()
     for start in range(0, size, BLOCK):
         entry = start + tl.arange(0, BLOCK)
@@ -467,7 +455,7 @@ def _draw_ngrams(
     number = HEADS + GIVEN
     for axis in tl.static_range(HEADS):
         rest = tl.where(axis < free, rest // K, 0)  # none past the order
-        probs = _marginal(here, prefix, rest, K, K_BLOCK, BLOCK_R)
+        probs = _marginal(here, prefix, rest, K, K_BLOCK)
         mass = tl.sum(probs, axis=0)
         valid = (mass > 0) & (axis < free)
         probs = _limited(probs / tl.maximum(mass, TINY), sampling, row)
@@ -507,9 +495,6 @@ def draw_ngrams(
         K=k,
         K_BLOCK=triton.next_power_of_2(k),
         GIVEN=int(top.first_token is not None),
-        BINS=BINS,
-        BLOCK=BLOCK,
-        BLOCK_R=BLOCK_R,
         num_warps=8,
     )
     return tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_ppd.kernels.lookup import Texts
 
-BLOCK = 1024  # places of a text that a program compares
+BLOCK = tl.constexpr(1024)  # places of a text that a program compares
 
 
 def look_up(
@@ -23,7 +23,7 @@ def look_up(
     drafts: Tensor,
 ) -> None:
     window = min(window, texts.token_ids.shape[1])
-    blocks = triton.cdiv(window, BLOCK)
+    blocks = triton.cdiv(window, BLOCK.value)
     requests = len(rows)
     scores = torch.empty(requests, blocks, dtype=torch.int64, device=rows.device)
     _score[(requests, blocks)](
@@ -35,7 +35,6 @@ def look_up(
         window,
         shortest,
         LONGEST=longest,
-        BLOCK=BLOCK,
     )
     _follow[(requests,)](
         texts.token_ids,
@@ -87,7 +86,6 @@ def _score(
     window,
     shortest,
     LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """The best match that ends in a block of distances from a text's end: tokens that
     agree, then the least distance.

@@ -28,26 +28,6 @@ class Sampling(NamedTuple):
     seeds: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, of the token before the drawn one
 
-    @classmethod
-    def random(
-        cls,
-        temperature: Tensor,
-        top_k: Tensor | None = None,
-        top_p: Tensor | None = None,
-    ) -> Sampling:
-        """Parameters with seeds from torch's generator; None: no limit."""
-        if top_k is None:
-            top_k = torch.full_like(temperature, UNLIMITED)
-        if top_p is None:
-            top_p = torch.ones_like(temperature)
-        positions = torch.zeros_like(temperature, dtype=torch.int64)
-        seeds = torch.randint_like(positions, 1 << 62)
-        return cls(temperature, top_k, top_p, seeds, positions)
-
-    def at(self, index: Tensor | slice) -> Sampling:
-        """The settings of the rows at an index."""
-        return Sampling(*(part[index] for part in self))
-
     def ahead(self, drafts: int) -> Sampling:
         """The settings for the position after a number of drafts."""
         return self._replace(positions=self.positions + drafts)

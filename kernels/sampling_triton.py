@@ -45,7 +45,7 @@ def values_of(keys):
     )
 
 
-BLOCK_V = 2048  # entries at a time
+BLOCK = tl.constexpr(2048)  # entries at a time
 COLDEST = tl.constexpr(reference.GREEDY_BELOW)
 INVALID = tl.constexpr(reference.INVALID)
 WORD_1 = tl.constexpr(reference.MULTIPLIERS[0])
@@ -93,7 +93,6 @@ def _logits(
     line,
     start,
     entries,
-    BLOCK: tl.constexpr,
 ):
     """(Columns of a row from `start` on, their logits in float32: -inf past its end)."""
     column = start + tl.arange(0, BLOCK)
@@ -112,7 +111,6 @@ def _draw(
     token_stride,
     entries,
     number,  # index of this draw
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * row_stride
@@ -121,7 +119,7 @@ def _draw(
     heat = tl.where(cold, 1.0, heat)
     best = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
-        column, logit = _logits(line, start, entries, BLOCK)
+        column, logit = _logits(line, start, entries)
         keys = tl.where(column < entries, pack(logit, column), NOTHING)
         best = tl.maximum(best, keys)
     token = columns_of(tl.max(best, axis=0))
@@ -133,7 +131,7 @@ def _draw(
     position = tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
-        column, logit = _logits(line, start, entries, BLOCK)
+        column, logit = _logits(line, start, entries)
         inside = column < entries
         score = (logit - peak) / heat
         outside = tl.exp(score) < least
@@ -187,7 +185,6 @@ def draw_next(
         tokens.stride(0),
         logits.shape[1],
         number,
-        BLOCK=BLOCK_V,
         num_warps=8,
     )
 

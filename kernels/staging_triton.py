@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
-BLOCK_H = 1024  # elements of a hidden state at a time
+BLOCK = tl.constexpr(1024)  # elements of a hidden state at a time
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -24,7 +24,6 @@ def _stage(
     size,  # elements of a hidden state
     COLUMNS: tl.constexpr,
     SETTINGS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
     if place >= requests:
@@ -74,5 +73,4 @@ def stage(end: StepEnd, settings: Tensor, staged: Staged, padded: int) -> None:
         staged.hidden.shape[1],
         COLUMNS=triton.next_power_of_2(columns),
         SETTINGS=columns,
-        BLOCK=BLOCK_H,
     )

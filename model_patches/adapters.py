@@ -50,7 +50,7 @@ class LlamaLikeAdapter(Adapter):
     def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return self.decoder.norm(hidden, residual)[0]
 
-    def replace_forward(self, cut: ModelCut) -> None:
+    def forward_of(self, cut: ModelCut) -> Any:
         def forward(
             input_ids: Tensor | None,
             positions: Tensor,
@@ -71,9 +71,7 @@ class LlamaLikeAdapter(Adapter):
                 {"hidden_states": output[0], "residual": output[1]}
             )
 
-        # The stacks are compiled, so the decoder around them must not be.
-        self.decoder.do_not_compile = True
-        self.decoder.forward = forward
+        return forward
 
 
 class GraniteAdapter(LlamaLikeAdapter):
@@ -104,8 +102,6 @@ class GraniteAdapter(LlamaLikeAdapter):
 
 class TransformersAdapter(Adapter):
     """Adapter without a residual stream; Transformers' modules expect a batch dimension of one."""
-
-    has_residual = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -154,7 +150,7 @@ class TransformersAdapter(Adapter):
     def norm(self, hidden: Tensor, residual: Tensor | None) -> Tensor:
         return self.final_norm(hidden)
 
-    def replace_forward(self, cut: ModelCut) -> None:
+    def forward_of(self, cut: ModelCut) -> Any:
         def forward(
             input_ids: Tensor, position_ids: Tensor, **_: Any
         ) -> tuple[Tensor]:
@@ -162,8 +158,7 @@ class TransformersAdapter(Adapter):
             assert isinstance(hidden, Tensor)  # one pipeline stage
             return (hidden[None],)
 
-        self.decoder.do_not_compile = True
-        self.decoder.forward = forward
+        return forward
 
 
 @contextmanager

@@ -45,7 +45,7 @@ class Adapter(ABC):
     and adds no weights.
     """
 
-    has_residual: bool
+    has_residual = False
 
     def __init__(self, model: Any) -> None:
         self.model = model  # the causal LM as vLLM loaded it
@@ -79,8 +79,8 @@ class Adapter(ABC):
         """The target's final norm: [tokens, hidden]. May overwrite its inputs."""
 
     @abstractmethod
-    def replace_forward(self, cut: ModelCut) -> None:
-        """Make the decoder run as the cut's stacks in a row."""
+    def forward_of(self, cut: ModelCut) -> Any:
+        """The decoder's forward as the cut's stacks in a row."""
 
 
 def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
@@ -256,7 +256,10 @@ class ModelCut:
         # CUDA graphs read their inputs at fixed addresses, so these buffers pass the
         # state from stack to stack.
         self.graph_buffers: CutState | None = None
-        self.adapter.replace_forward(self)
+        # The stacks are compiled, so the decoder around them must not be.
+        decoder = self.adapter.decoder
+        decoder.do_not_compile = True
+        decoder.forward = self.adapter.forward_of(self)
 
     def allocate_graph_buffers(
         self,

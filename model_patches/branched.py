@@ -100,7 +100,7 @@ class BranchedModel(ModelCut):
     """
 
     def __init__(
-        self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False
+        self, model: nn.Module, vllm_config: VllmConfig, embedded: bool
     ) -> None:
         last = vllm_config.model_config.hf_text_config.num_hidden_layers - 1
         super().__init__(model, vllm_config, (), embedded=embedded, taps=(last,))

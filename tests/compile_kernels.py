@@ -181,7 +181,6 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
         peaks,
         top,
         torch.zeros(requests),
-        0.5,
     )
     joint_triton.draw_ngrams(joints, likeliest, top, sampling_of(requests))
 

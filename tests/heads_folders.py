@@ -19,7 +19,7 @@ from vllm_ppd.heads.kinds import KINDS as ALL_KINDS
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.kernels.cp_mixture import conditional_log_probs, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
 
 KINDS = ("early", "cp", "dynamo", "recurrent")
 OF_DEMO = KINDS[:3]  # that the demo model ships with
@@ -123,9 +123,8 @@ def log_likelihood(
         hidden, tokens[..., None], unembedding, bias, context, chunk
     ).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return (weights + observed.sum(dim=1)).logsumexp(
-        dim=-1
-    ), conditional_log_probs(weights, observed[..., None]).squeeze(-1)
+    chain = conditional_log_probs(weights, observed[..., None], observed)
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain.squeeze(-1)
 
 
 def cp_head(
@@ -195,6 +194,21 @@ def draft(
     )
 
 
+def sampling_at(
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> Sampling:
+    """Rows at temperatures, with limits if they are given, and seeds from torch's generator."""
+    if top_k is None:
+        top_k = torch.full_like(temperature, UNLIMITED)
+    if top_p is None:
+        top_p = torch.ones_like(temperature)
+    positions = torch.zeros_like(temperature, dtype=torch.int64)
+    seeds = torch.randint_like(positions, 1 << 62)
+    return Sampling(temperature, top_k, top_p, seeds, positions)
+
+
 def corpus(seed: int = 0) -> list[np.ndarray]:
     """Token ids of documents of up to 30 tokens, some of them in hardly any."""
     rng = np.random.default_rng(seed)
@@ -202,8 +216,11 @@ def corpus(seed: int = 0) -> list[np.ndarray]:
 
 
 def counted(
-    documents: list[np.ndarray], order: int, vocab: int = 7, **options: Any
+    documents: list[np.ndarray],
+    order: int,
+    vocab: int = 7,
+    max_entries: int = 1 << 20,
 ) -> CoOccurrence:
     """The n-grams of documents."""
     unigram = np.bincount(np.concatenate(documents), minlength=vocab)
-    return CoOccurrence.from_tokens(documents, unigram, order, **options)
+    return CoOccurrence.from_tokens(documents, unigram, order, max_entries)

@@ -85,6 +85,7 @@ def fit(
             [np.array(tokens) for tokens in sequences],
             recipe.token_counts.numpy(),
             recipe.options.tokens,
+            1 << 20,
         )
     save_heads(
         out,

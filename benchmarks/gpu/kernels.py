@@ -25,7 +25,7 @@ from vllm_ppd.heads.provenance import provenance
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import Top, back_off, draw_ngrams, find_peaks
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
 
 PAYS = 0.8  # share of torch's time
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -57,7 +57,10 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     logits = torch.randn(shape, dtype=torch.bfloat16, device=device)
     weights = torch.zeros(batch, RANK, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
-    sampled = Sampling.random(torch.full((batch,), 0.7, device=device))
+    limits = torch.tensor([0.7, UNLIMITED, 1.0], device=device)
+    sampled = Sampling(
+        *limits[:, None].repeat(1, batch), seeds=first, positions=first
+    )
     yield "draft_chain, greedy", draft_chain, (weights, logits, first, None)
     yield "draft_chain, sampled", draft_chain, (weights, logits, first, sampled)
     scores = (
@@ -67,7 +70,7 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     top = Top(scores, ids, first)
     yield "find_peaks", find_peaks, (top, None)
     peaks, joints = find_peaks(top, None)
-    likeliest = back_off(peaks, top, torch.zeros(batch, device=device), 0.0)
+    likeliest = back_off(peaks, top, torch.zeros(batch, device=device))
     yield "draw_ngrams", draw_ngrams, (joints, likeliest, top, sampled)
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -32,8 +32,6 @@ class EagleOptions(TrainingOptions):
 
     kind: ClassVar[str] = "eagle"
 
-    # Muon needs a quarter of AdamW's tokens at this size
-    optimizer: Literal["adamw", "muon"] = "muon"
     learning_rate: float = Field(
         7e-3, gt=0, description="peak learning rate of Muon: the layer's matrices"
     )
@@ -126,7 +124,7 @@ class Eagle(Recipe):
         regression = functional.smooth_l1_loss(
             predicted[known].float(), wanted[known]
         )
-        rows = self.share_of(known, self.options.position_share)
+        rows = self.share_of(known)
         logits = self.logits(predicted[rows])
         teacher = self.logits(wanted[rows])
         # Cross-entropy to the target's distribution, and how often the best tokens

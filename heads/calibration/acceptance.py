@@ -20,7 +20,6 @@ from vllm_ppd.heads.data.documents import (
     Documents,
     check_vocabulary,
     document_prompts,
-    from_the_middle,
     in_turns,
 )
 from vllm_ppd.heads.errors import TrainingError
@@ -130,7 +129,9 @@ def take_prompts(
         for ids in pieces:
             check_vocabulary(ids, target.vocab_size)
         if pieces:
-            rows.append(from_the_middle(pieces))
+            # The beginnings of documents resemble each other.
+            middle = len(pieces) // 2
+            rows.append(pieces[middle:] + pieces[:middle])
         if len(rows) == count:
             break
     prompts = in_turns(rows)[:count]

@@ -31,10 +31,10 @@ from vllm_ppd.heads.module import first_guess, most_frequent
 from vllm_ppd.heads.options import CalibrationOptions
 from vllm_ppd.heads.planning import Timing, advice, recommend
 from vllm_ppd.heads.provenance import (
+    data_files,
     provenance,
     provenance_of,
     shown_target,
-    trained_on,
     write_card,
 )
 from vllm_ppd.heads.target import (
@@ -219,7 +219,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
             kind=config.kind,
             target=calibration.target.name,
             options=options.model_dump(
-                mode="json", exclude={"recommend", "device", "batch"}
+                mode="json", exclude={"recommend", "device"}
             ),
             finished=True,
             parts=measured,
@@ -266,7 +266,6 @@ def _complete(calibration: Calibration) -> None:
     counts = counts_of(calibration.options.data, target)
     write_tensors(folder / COUNTS_NAME, {"token_counts": counts})
     known = config.model_dump() | target.description()
-    known["target"] = known["target"].model_dump()
     known["verifier"] = stored_name(target.name, folder)
     known["token_counts"] = True
     known["draft_vocab_size"] = first_guess(counts)
@@ -298,7 +297,11 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         facts = provenance_of(options.heads)
     except HeadsError:
         return
-    seen = trained_on(options.data, facts)
+    seen = [
+        file["name"]
+        for file in data_files(options.data)
+        if file in facts.data_files
+    ]
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(

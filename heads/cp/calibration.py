@@ -81,7 +81,7 @@ def drafted(
                 index_of[following],
             )
             by_draft = []
-            for draft, log_q in enumerate(log_qs):
+            for draft, log_q in enumerate(log_qs.unbind(1)):
                 states_there = final[places[rows, draft]]
                 log_p = logits_at(target, states_there, temperature).log_softmax(
                     -1

@@ -5,7 +5,7 @@ their joint probability, or by a recurrent state that reads each token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,9 +16,8 @@ from vllm_ppd.heads.module import Linear, NamedWeights, in_chunks, torch_linear
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.kernels.cp_mixture import (
     at_least_float32,
+    conditional_log_probs,
     draft_chain,
-    mixture,
-    posterior,
 )
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
@@ -334,21 +333,16 @@ def mixtures(
     log_weights: Tensor,  # [rows, r] before the first position
     # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
     tokens: Tensor,
-) -> Iterator[Tensor]:
-    """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
-    first = tokens.shape[1] - logits.shape[1]
-    for position, raw in enumerate(logits.unbind(dim=1), start=first):
-        factors = raw.float().log_softmax(-1)
-        if position:
-            yield mixture(log_weights, factors)
-        token = tokens[:, position, None]
-        seen = torch.take_along_dim(
-            factors,
-            token.clamp(min=0)[..., None],
-            dim=-1,
-        )
-        seen = seen.squeeze(-1).where(token >= 0, 0.0)
-        log_weights = posterior(log_weights, seen)
+) -> Tensor:
+    """log q of each position after the first, given the tokens before it: [rows,
+    positions - 1, vocabulary].
+    """
+    factors = logits.float().log_softmax(-1)
+    lead = tokens.shape[1] - logits.shape[1]
+    token = tokens[:, lead:, None]
+    seen = torch.take_along_dim(factors, token.clamp(min=0)[..., None], dim=-1)
+    seen = seen.squeeze(-1).where(token >= 0, 0.0)
+    return conditional_log_probs(log_weights, factors, seen)[:, 1 - lead :]
 
 
 def log_gate(

@@ -63,11 +63,7 @@ class CPRecipe(HeadsRecipe):
 
     @property
     def reads(self) -> Reads:
-        options = self.options
-        return Reads(
-            exits=self.head.layers,
-            top_k=options.distillation_top_k if options.distillation else 0,
-        )
+        return Reads(self.head.layers, top_k=self.options.distilled)
 
     @torch.no_grad()
     def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
@@ -162,7 +158,7 @@ class CPRecipe(HeadsRecipe):
             return self.nothing(), {}
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
             states = self.states(batch)
-            rows = self.share_of(is_drafted, options.position_share)
+            rows = self.share_of(is_drafted)
             hidden = head.read(states)[rows]
         tokens = tokens[rows]
         valid = valid[rows]
@@ -189,7 +185,8 @@ class CPRecipe(HeadsRecipe):
             self._rows_at_once(unembedding),
         )
         known = (wanted[..., 0] >= 0) & is_learnt
-        log_probs = conditional_log_probs(log_weights, of_experts, known)
+        observed = of_experts[..., 0].where(known[..., None], 0.0)
+        log_probs = conditional_log_probs(log_weights, of_experts, observed)
         chain = log_probs[..., 0] * known
         loss = -(1 - options.distillation) * chain.sum(1).mean()
         if head.rank > 1:
@@ -253,8 +250,7 @@ class CPRecipe(HeadsRecipe):
             )
             weights = head.log_weights(*read)
             log_q = mixtures(logits, weights, index_of[tokens[part]])
-            best = [q.argmax(-1) for q in log_q]
-            drafts.append(torch.stack(best, dim=1))
+            drafts.append(log_q.argmax(-1))
         return torch.cat(drafts) == index_of[greedy]
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:

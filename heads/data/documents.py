@@ -354,11 +354,3 @@ def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
     """
     columns = itertools.zip_longest(*rows)
     return [value for column in columns for value in column if value]
-
-
-def from_the_middle(pieces: list[T]) -> list[T]:
-    """Pieces of a document, the middle one first, since the beginnings of documents
-    resemble each other.
-    """
-    middle = len(pieces) // 2
-    return pieces[middle:] + pieces[:middle]

@@ -52,7 +52,7 @@ def drafted(
     """
     target = calibration.target
     temperature = texts.temperature
-    settings = calibration.config.sampling
+    k = calibration.config.sampling.k
     heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
@@ -70,7 +70,7 @@ def drafted(
     )
     steps = texts.generated.shape[1]
     drafts = heads.tokens - 1
-    size = max(1, JOINT_ELEMENTS // settings.k**drafts)
+    size = max(1, JOINT_ELEMENTS // k**drafts)
     keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
     chances: dict[Key, list[Tensor]] = defaultdict(list)
     limits: dict[Key, list[Tensor]] = defaultdict(list)
@@ -94,14 +94,12 @@ def drafted(
         targets = ahead(targets, range(1, drafts + 1)).flatten(0, 1)
         for rows in torch.arange(len(tokens)).split(size):
             first = tokens[rows, 0]
-            read = [state[rows] for state in states]
-            factors = [
-                logits_at(target, state, 0.0)[:, ids]
-                for state in mask.masked(read, target.embed(first))
-            ]
+            read = torch.stack([state[rows] for state in states])
+            masked = mask.masked(read, target.embed(first))
+            factors = logits_at(target, masked, 0.0)[..., ids]
             joint = candidates(
                 factors,
-                settings,
+                k,
                 ngrams,
                 first,
                 token_ids,
@@ -110,8 +108,8 @@ def drafted(
             )
             for key in keys:
                 eps, most = key
-                asked = settings.model_copy(update={"eps_b": eps})
-                choice = joint.back_off(asked, most=most + 1)
+                threshold = torch.full_like(first, eps, dtype=torch.float32)
+                choice = joint.back_off(threshold, most + 1)
                 text = tokens[rows, : most + 1]
                 if temperature:
                     ratio = (

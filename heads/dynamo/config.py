@@ -54,11 +54,6 @@ class DynaMoOptions(FullOptions):
 
     kind = "dynamo"
 
-    learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="LR_M, peak learning rate of the token heads (Table 5)",
-    )
     warmup: float = Field(
         0.01,
         ge=0,
@@ -136,7 +131,6 @@ class DynaMoConfig(HeadsConfig):
     options = DynaMoOptions
     parts = DynaMoParts
     tensor_names = r"head\.\d+\.|cooccurrence\."
-    counts = ("cooccurrence.",)
 
     tokens: int = Field(
         ge=2, le=4, description="n: tokens of the joint; head 1 is the target"
@@ -157,7 +151,7 @@ class DynaMoConfig(HeadsConfig):
         0, ge=0, description="rank of the learned mask (0: none)"
     )
     sampling: JointSettings = Field(
-        default_factory=lambda: JointSettings.model_validate({}),
+        JointSettings.model_validate({}),
         description="settings of the joint",
     )
 

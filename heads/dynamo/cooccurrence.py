@@ -86,7 +86,7 @@ class CoOccurrence:
         chunks: Iterable[ndarray],
         unigram: ndarray,
         order: int,
-        max_entries: int | None = None,
+        max_entries: int,
     ) -> CoOccurrence:
         """Count the n-grams of a stream of documents; no n-gram crosses the end of a
         chunk.
@@ -209,7 +209,7 @@ class CoOccurrence:
 class _Table:
     """Sorted keys and counts that grow by batches, pruned to a multiple of a bound."""
 
-    def __init__(self, max_entries: int | None) -> None:
+    def __init__(self, max_entries: int) -> None:
         self.max_entries = max_entries
         self.size = 0
         self.keys = np.zeros(0, dtype=np.int64)
@@ -233,10 +233,9 @@ class _Table:
         self.counts = np.bincount(inverse, counts, len(keys)).astype(np.int64)
         self.waiting = []
         self.size = 0
-        if self.max_entries is not None:
-            # Keep the most frequent; ties go to the lower key, so that the result is
-            # the same everywhere.
-            frequent = np.argsort(-self.counts, kind="stable")
-            best = np.sort(frequent[: times * self.max_entries])
-            self.keys = self.keys[best]
-            self.counts = self.counts[best]
+        # Keep the most frequent; ties go to the lower key, so that the result is the same
+        # everywhere.
+        frequent = np.argsort(-self.counts, kind="stable")
+        best = np.sort(frequent[: times * self.max_entries])
+        self.keys = self.keys[best]
+        self.counts = self.counts[best]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.mask import PairTables
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint import (
@@ -90,9 +88,7 @@ class Candidates(NamedTuple):
 
     def back_off(
         self,
-        settings: JointSettings,
-        eps_b: Tensor
-        | None = None,  # [rows], replaces the settings' value where it is not NaN
+        eps_b: Tensor,  # [rows]
         most: int | None = None,  # highest order to take (None: all)
     ) -> JointChoice:
         """The choice of n. A peak above its floor passes every threshold, so n and the
@@ -103,18 +99,15 @@ class Candidates(NamedTuple):
         top = self.top._replace(
             scores=self.top.scores[:heads], ids=self.top.ids[:heads]
         )
-        if eps_b is None:
-            eps_b = torch.full_like(top.scores[0, :, 0], torch.nan)
-        eps_b = eps_b.float()
         peaks = Peaks(*(part[:most] for part in self.peaks))
-        likeliest = chosen(back_off, eps_b)(peaks, top, eps_b, settings.eps_b)
+        likeliest = chosen(back_off, eps_b)(peaks, top, eps_b)
         return JointChoice(likeliest, top, self.uncut[:most])
 
 
 def candidates(
-    scores: Sequence[Tensor]
-    | Tensor,  # [rows, vocabulary] of each head from 1 (2 with first_token) on
-    settings: JointSettings,
+    # [heads, rows, vocabulary] of the heads from 1 (2 with first_token) on
+    scores: Tensor,
+    k: int,  # candidates of each head
     ngrams: Ngrams | None = None,
     first_token: Tensor | None = None,  # [rows] int64
     token_ids: Tensor
@@ -133,10 +126,7 @@ def candidates(
     has sampled, and thresholds apply to the conditional. Without counted n-grams the
     joint is the plain product.
     """
-    if not isinstance(scores, Tensor):
-        scores = torch.stack([*scores])
-    k = min(settings.k, scores.shape[-1])
-    best = scores.float().topk(k, dim=-1)
+    best = scores.float().topk(min(k, scores.shape[-1]), dim=-1)
     ids = best.indices if token_ids is None else token_ids[best.indices]
     heat = scores.new_ones(()) if heat is None else heat
     top = Top(best.values / heat, ids, first_token)

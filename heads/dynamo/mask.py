@@ -14,7 +14,7 @@ B_i N(E[x]) that hold R numbers a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -87,19 +87,18 @@ class LearnedMask(nn.Module):
             added = added + thin @ self.weights["after"][token - 3]
         return added
 
-    def masked(self, states: Sequence[Tensor] | Tensor, newest: Tensor) -> Tensor:
+    def masked(self, states: Tensor, newest: Tensor) -> Tensor:
         """The states of heads 2, 3, ... given the newest token: [heads, rows, d].
 
         Args:
-            states: of the heads, [rows, d] each.
+            states: of the heads, [heads, rows, d].
             newest: embeddings of the newest token, [rows, d].
         """
-        if self.weights:
-            states = [
-                state + self(token, newest[:, None])
-                for token, state in enumerate(states, start=2)
-            ]
-        return states if isinstance(states, Tensor) else torch.stack([*states])
+        if not self.weights:
+            return states
+        tokens = range(2, 2 + len(states))
+        added = [self(token, newest[:, None]) for token in tokens]
+        return states + torch.stack(added)
 
     @torch.no_grad()
     def tables(

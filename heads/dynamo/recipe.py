@@ -23,7 +23,7 @@ from vllm_ppd.heads.module import first_guess
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 # Muon's learning rate, relative to AdamW's: its steps move the few directions that a copied
@@ -105,12 +105,7 @@ class DynaMoRecipe(HeadsRecipe):
 
     @property
     def reads(self) -> Reads:
-        return Reads(
-            stem=True,
-            top_k=self.options.distillation_top_k
-            if self.options.distillation
-            else 0,
-        )
+        return Reads(stem=True, top_k=self.options.distilled)
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """Muon's matrices get a higher learning rate than the rest."""
@@ -155,9 +150,9 @@ class DynaMoRecipe(HeadsRecipe):
             if not valid.any():
                 total = total + self.nothing()
                 continue
-            rows = self.share_of(
-                valid, options.position_share if token > 1 else 1.0
-            )
+            rows = valid.nonzero().squeeze(1)
+            if token > 1:
+                rows = self.share_of(valid)
             wanted = following[rows, -1:]
             if token == 1:
                 loss = -target.log_probs(states.final[rows], wanted[:, 0])
@@ -221,15 +216,14 @@ class DynaMoRecipe(HeadsRecipe):
                     figures[f"head {token} {title}"] = round(mean, 4)
         return figures
 
-    def prepare_output(self, store: TokenStore, folder: Path) -> None:
+    def write(self, out: Path, provenance: dict[str, Any]) -> None:
         options = self.options
-        count = len(store.starts["train"])
         if options.mask_entries:
             assert self.token_counts is not None
             documents = tqdm(
-                store.responses(),
+                self.store.responses(),
                 "counting n-grams",
-                count,
+                len(self.store.starts["train"]),
                 unit=" documents",
                 mininterval=1,
             )
@@ -239,7 +233,7 @@ class DynaMoRecipe(HeadsRecipe):
                 options.tokens,
                 options.mask_entries,
             )
-        super().prepare_output(store, folder)
+        super().write(out, provenance)
 
     def config(self) -> DynaMoConfig:
         options = self.options

@@ -19,7 +19,6 @@ from vllm_ppd.heads.calibration.acceptance import (
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.early.config import TRAINED, ByLayer, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.planning import Counts
 from vllm_ppd.heads.text import percent, table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
@@ -36,18 +35,16 @@ class Exits(NamedTuple):
     accept: Tensor
     lengths: Tensor  # [texts]
 
-    def match_rate(self, layer: int, k: int) -> float:
-        """p_correct: the share of tokens among the k likeliest of the exit."""
-        ranks = self.ranks[self.layers.index(layer)]
-        steps = torch.arange(ranks.shape[1])
-        real = steps[None] < self.lengths[:, None]
-        matched = ranks[real] < k
-        return round(float(matched.double().mean()), 4)
-
-    def drafted(self, layer: int, drafts: int) -> Counts:
-        """An engine's expected counts on these texts with drafts at this exit."""
-        accept = self.accept[self.layers.index(layer)]
-        return replay(ahead(accept, range(1, drafts + 1)), self.lengths)
+    def drafted(self, drafts: int) -> ByLayer:
+        """An engine's expected counts on these texts with 1, 2, ... drafts at each exit."""
+        counts = {}
+        for layer, accept in zip(self.layers, self.accept, strict=True):
+            ahead_of = ahead(accept, range(1, drafts + 1))
+            counts[layer] = [
+                replay(ahead_of[..., :n], self.lengths)
+                for n in range(1, drafts + 1)
+            ]
+        return counts
 
 
 @torch.no_grad()
@@ -112,14 +109,7 @@ def read_exits(
 
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
-    drafts = range(1, calibration.options.num_speculative_tokens + 1)
-
-    def by_layer(exits: Exits) -> ByLayer:
-        return {
-            layer: [exits.drafted(layer, n) for n in drafts]
-            for layer in exits.layers
-        }
-
+    drafts = calibration.options.num_speculative_tokens
     measured = {
         name: read_exits(calibration, texts)
         for name, texts in calibration.texts()
@@ -128,17 +118,20 @@ def matches(calibration: Calibration) -> Matches:
     token_ids = calibration.draft_vocabulary()
     if token_ids is not None:
         exits = read_exits(calibration, calibration.sampled, token_ids)
-        vocabulary[len(token_ids)] = by_layer(exits)
+        vocabulary[len(token_ids)] = exits.drafted(drafts)
     greedy = measured["greedy"]
-    rates = {
-        k: {TRAINED: [greedy.match_rate(layer, k) for layer in greedy.layers]}
-        for k in KS
-    }
+    steps = torch.arange(greedy.ranks.shape[2])
+    ranks = greedy.ranks[:, steps < greedy.lengths[:, None]]
+    rates = {}
+    for k in KS:
+        matched = (ranks < k).double().mean(dim=1)
+        rates[k] = {TRAINED: [round(rate, 4) for rate in matched.tolist()]}
     return Matches(
         layers=list(greedy.layers),
         match=rates,
         acceptance={
-            name: {TRAINED: by_layer(exits)} for name, exits in measured.items()
+            name: {TRAINED: exits.drafted(drafts)}
+            for name, exits in measured.items()
         },
         vocabulary=vocabulary,
     )

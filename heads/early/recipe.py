@@ -73,7 +73,7 @@ class EarlyRecipe(HeadsRecipe):
         valid = valid[:, 0]
         if not valid.any():
             return self.nothing(), {}
-        rows = self.share_of(valid, self.options.position_share)
+        rows = self.share_of(valid)
         hidden = torch.stack([states.exits[layer][rows] for layer in exits])
         if self.heads.form == "classifier":
             loss, best = self._classifiers(hidden, following[rows, 0])

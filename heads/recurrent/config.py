@@ -15,7 +15,6 @@ from typing import Any, Literal
 from pydantic import AliasPath, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.base import (
-    COUNTS_NAME,
     MOST_DRAFTS,
     Drafts,
     Shapes,
@@ -79,7 +78,6 @@ class RecurrentConfig(ChainConfig):
     architecture = ARCHITECTURES[0]
     options = RecurrentOptions
     tensor_names = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
-    files_beside = (COUNTS_NAME,)
 
     verifier: str = Field(
         "",
@@ -224,10 +222,6 @@ class RecurrentConfig(ChainConfig):
         another width.
         """
         return min(2, self.n_predict) if self.tie_weights else self.n_predict
-
-    @property
-    def names_target(self) -> bool:
-        return self.target.num_hidden_layers > 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -110,10 +110,8 @@ class RecurrentRecipe(CPRecipe):
     def config(self) -> RecurrentConfig:
         options = self.options
         target = self.target
-        known = target.description()
-        known["target"] = known["target"].model_dump()
         return RecurrentConfig(
-            **known,
+            **target.description(),
             vocab_size=target.vocab_size,
             emb_dim=target.hidden_size,
             inner_dim=options.inner_size or 2 * target.hidden_size,

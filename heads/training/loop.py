@@ -72,7 +72,6 @@ def train(
     with _begun(options, make) as run:
         facts = run.train()
         if run.processes.is_main_process:
-            run.recipe.prepare_output(run.store, run.out)
             facts = provenance(
                 kind=options.kind,
                 options=options.model_dump(mode="json"),
@@ -273,8 +272,9 @@ class Run:
             initial=facts.step * self.tokens_a_step,
         )
         started = time.monotonic() - facts.seconds
+        patience = options.patience or math.inf
         with progress, stop_signals() as stop:
-            while facts.step < self.steps and not self._is_flat():
+            while facts.step < self.steps and facts.held_out.stale < patience:
                 loss, stops = self._loss_and_gradient(progress, stop)
                 facts.seconds = time.monotonic() - started
                 # Save before the update, while the loss shows that these weights are
@@ -469,10 +469,6 @@ class Run:
             checkpoint.save_best(self.work, self.recipe, facts.step)
         self.processes.wait_for_everyone()
         return evaluation
-
-    def _is_flat(self) -> bool:
-        patience = self.options.patience
-        return patience is not None and self.facts.held_out.stale >= patience
 
     def _finish(self) -> Evaluation:
         """The last evaluation; restore the best weights and return their evaluation."""

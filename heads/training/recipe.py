@@ -63,7 +63,6 @@ class Recipe(nn.Module, ABC):
         Called after the cache is set and before groups(). If a run continues, its
         checkpoint replaces the parameters afterwards.
         """
-        return None
 
     needed = 1  # tokens of a response in a row from which anything is learnt
 
@@ -83,17 +82,11 @@ class Recipe(nn.Module, ABC):
             return self.cache.states(batch)
         return self.target.run(batch, *self.reads)
 
-    def share_of(self, known: Tensor, share: float) -> Tensor:
-        """Rows to learn from: in training a share of the known ones, drawn anew each
-        time, at least one.
-
-        Args:
-            known: [rows] bool.
-            share: above 0, at most 1.
-
-        Returns:
-            [chosen] int64.
+    def share_of(self, known: Tensor) -> Tensor:
+        """Rows to learn from: in training the options' share of the known ones [rows]
+        bool, drawn anew each time, at least one: [chosen] int64.
         """
+        share = self.options.position_share
         rows = known.nonzero().squeeze(1)
         if self.training and share < 1:
             order = torch.randperm(len(rows), device=rows.device)
@@ -143,10 +136,6 @@ class Recipe(nn.Module, ABC):
             }
         ]
 
-    def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        """Compute what is needed once before the folder is written (nothing by default)."""
-        return None
-
     @abstractmethod
     def write(self, out: Path, provenance: dict[str, Any]) -> None:
         """Write the trained modules to a folder, and `provenance.json` last, as a mark
@@ -182,6 +171,7 @@ class HeadsRecipe(Recipe):
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Choose the draft vocabulary, and start from what some windows show."""
+        self.store = store
         self.token_counts = store.token_counts(self.target.vocab_size)
         size = self.trained_size
         if size:
@@ -271,10 +261,6 @@ class HeadsRecipe(Recipe):
             }
         ]
 
-    def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        if self.full:
-            self.target.save(folder / "base")
-
     def checked_config(self) -> Any:
         """The heads' `config.json`.
 
@@ -298,6 +284,8 @@ class HeadsRecipe(Recipe):
         """The heads' `model.safetensors`."""
 
     def write(self, out: Path, provenance: dict[str, Any]) -> None:
+        if self.full:
+            self.target.save(out / "base")
         config = self.config()
         config = config.model_copy(
             update={"verifier": stored_name(config.verifier, out)}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.packed_attention import PackedAttention
@@ -406,12 +405,12 @@ class Target:
         return {
             "verifier": self.name,
             "verifier_architectures": self.model.config.architectures or [],
-            "target": TargetLayers(
-                model_type=self.config.model_type,
-                hidden_size=self.hidden_size,
-                vocab_size=self.vocab_size,
-                num_hidden_layers=self.num_layers,
-            ),
+            "target": {
+                "model_type": self.config.model_type,
+                "hidden_size": self.hidden_size,
+                "vocab_size": self.vocab_size,
+                "num_hidden_layers": self.num_layers,
+            },
             "fingerprint": fingerprint(self.folder),
         }
 

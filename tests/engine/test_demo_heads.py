@@ -100,7 +100,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Counts:
     if size < WHOLE:
         short = most_frequent(calibration.tensors[config.counts_tensor], size)
     if config.kind == "early":
-        return early.read_exits(calibration, texts, short).drafted(EXIT, 3)
+        return early.read_exits(calibration, texts, short).drafted(3)[EXIT][2]
     if config.kind == "cp":
         return cp.drafted(
             calibration,

@@ -10,13 +10,14 @@ import pytest
 import torch
 from cases import generate, greedy, in_turn, prompts, tokens_of
 from conftest import Factory, counting, full_but
+from heads_folders import sampling_at
 from methods import METHODS
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from vllm_ppd.kernels import sampling
-from vllm_ppd.kernels.sampling import Sampling, draw_rows, exponential
+from vllm_ppd.kernels.sampling import draw_rows, exponential
 from vllm_ppd.vllm_plugins.engine.cpu import native
 
 pytestmark = pytest.mark.engine
@@ -148,6 +149,6 @@ def test_noise_is_vllms() -> None:
         apply_temperature=False,
         is_drafting=False,
     )
-    sampling = Sampling.random(heat[rows])
+    sampling = sampling_at(heat[rows])
     sampling = sampling._replace(seeds=seeds[rows], positions=positions)
     assert draw_rows(logits, sampling).tolist() == expected.tolist()

@@ -71,12 +71,11 @@ def choices_along(
     _, *states = head_states(calibration, heads, batch)
     first_token = torch.tensor([*tokens[1:], 0])
     mask = LearnedMask(tensors)
-    masked = mask.masked(states, target.embed(first_token))
-    settings = config.sampling.model_copy(update={"eps_b": eps_b})
+    masked = mask.masked(torch.stack(states), target.embed(first_token))
     counts = CoOccurrence.from_tensors(tensors)
     joint = candidates(
-        [logits_at(target, state, 0.0) for state in masked],
-        settings,
+        logits_at(target, masked, 0.0),
+        config.sampling.k,
         counts and counts.ngrams,
         first_token,
         tables=mask.tables(
@@ -85,7 +84,7 @@ def choices_along(
             lambda rows: logits_at(target, rows, 0.0),
         ),
     )
-    return joint.back_off(settings)
+    return joint.back_off(torch.full((len(tokens),), eps_b))
 
 
 @torch.no_grad()

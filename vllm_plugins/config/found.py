@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import digest_of_value
-from vllm_ppd.heads.folder import CONFIG_NAME, load_calibration, load_config
+from vllm_ppd.heads.folder import load_calibration, load_config
 from vllm_ppd.heads.hub import SUBFOLDER, folder_of, hub_name, pinned_within
 from vllm_ppd.heads.planning import recommend
 from vllm_ppd.heads.target import TOKENIZER_NAME, fingerprint
@@ -83,7 +83,7 @@ def _travelling(model_config: ModelConfig) -> list[Found]:
             revision=model_config.revision, subfolder=SUBFOLDER
         )
         try:
-            heads = pinned_within(HUB_SECONDS, str(name), CONFIG_NAME)
+            heads = pinned_within(HUB_SECONDS, str(name))
         except MissingFile:
             return []
         except HeadsError as error:

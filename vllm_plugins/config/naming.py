@@ -79,7 +79,7 @@ def with_method(
     if method == PPD and isinstance(heads, str) and heads not in (AUTO, NONE):
         given["model"] = given.pop("heads")
     if isinstance(given.get("model"), str):
-        given["model"] = pinned(os.path.expanduser(given["model"]), CONFIG_NAME)
+        given["model"] = pinned(os.path.expanduser(given["model"]))
     if method in ALIASES:
         given["method"] = fitting(given, stages) if method == PPD else "early"
     if given["method"] != method:
@@ -216,7 +216,7 @@ def served_heads(
                 "them as ORGANIZATION/NAME@REVISION and serve TARGET with "
                 "--speculative-model"
             )
-        model = pinned(model, CONFIG_NAME)
+        model = pinned(model)
     elif not os.path.isdir(model) or not is_heads_folder(model):
         return None
     config = check_folder(model)

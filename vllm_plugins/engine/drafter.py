@@ -58,8 +58,7 @@ class DraftInputs:
     # [requests] int64, index of that state's token within the step's tokens
     places: Tensor
     num_drafts: int  # K, the most drafts of any request
-    # [requests] float32, the requests' back-off thresholds, NaN if unset
-    eps_b: Tensor
+    eps_b: Tensor  # [requests] float32, back-off thresholds
     sampling: Sampling | None  # None: every draft is the best token
     # Drafts that may replace the method's: a method whose drafts run layers of the
     # target must run them over those that are taken.

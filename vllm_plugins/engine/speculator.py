@@ -73,7 +73,8 @@ class Speculator(DraftModelSpeculator):
         rows = self.max_num_reqs
         drafts = self.num_speculative_steps
         verified = self.config.verify
-        self.options = RequestOptions(rows, drafts, device, verified)
+        eps_b = self.config.eps_b or 0.0
+        self.options = RequestOptions(rows, drafts, device, verified, eps_b)
         self.counters = Counters()
         # Whether drafts of sampling requests are drawn, with the target's own random
         # numbers; else each is the best.

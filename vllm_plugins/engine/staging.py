@@ -45,6 +45,7 @@ class RequestOptions:
         device: on which drafts are made.
         verified: whether drafts are verified; if not, requests that need one token at a
             time have none.
+        eps_b: back-off threshold of requests that set none.
     """
 
     def __init__(
@@ -52,12 +53,13 @@ class RequestOptions:
         rows: int,
         num_drafts: int,
         device: torch.device,
-        verified: bool = True,
+        verified: bool,
+        eps_b: float,
     ) -> None:
         self.num_drafts = num_drafts
         self.verified = verified
-        # Exact in float32: drafts, temperatures, a top-k below 2^24 or UNLIMITED, and
-        # NaN for no threshold.
+        self.eps_b = eps_b
+        # Exact in float32: drafts, temperatures, and a top-k below 2^24 or UNLIMITED
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
         self._added = False  # whether the device lacks the latest requests
@@ -79,7 +81,7 @@ class RequestOptions:
             0.0 if greedy else params.temperature,
             params.top_k if params.top_k > 0 else UNLIMITED,
             params.top_p,
-            np.nan if threshold is None else threshold,
+            self.eps_b if threshold is None else threshold,
         )
         self._added = True
 
@@ -150,7 +152,7 @@ class Staging:
         settings[Setting.TEMPERATURE] = 1.0
         settings[Setting.TOP_P] = 1.0
         settings[Setting.TOP_K] = UNLIMITED
-        settings[Setting.EPS_B] = torch.nan
+        settings[Setting.EPS_B] = self.options.eps_b
 
     def stage(self, end: StepEnd, padded: int) -> None:
         """Stage a verified step, and mark the padding after its requests, in one launch

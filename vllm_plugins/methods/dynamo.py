@@ -44,14 +44,13 @@ class DynaMoDrafter(Drafter):
         self.states = target.with_token_heads(weights)
         counts = CoOccurrence.from_tensors(tensors)
         self.ngrams = None if counts is None else counts.ngrams.to(target.device)
-        changes = {} if config.eps_b is None else {"eps_b": config.eps_b}
-        self.settings = heads.sampling.model_copy(update=changes)
+        self.k = heads.sampling.k
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
         self.target = target
         mask = LearnedMask(tensors).requires_grad_(False)
         self.mask = mask.to(target.device, target.dtype)
         self.tables = self.read_tables()
-        self.requests_at_once = max(1, JOINT_AT_ONCE // self.settings.k**drafts)
+        self.requests_at_once = max(1, JOINT_AT_ONCE // self.k**drafts)
 
     def read_tables(self) -> PairTables | None:
         """The mask's tables of the target's current weights."""
@@ -84,7 +83,7 @@ class DynaMoDrafter(Drafter):
         sampling = step.sampling
         joint = candidates(
             scores,
-            self.settings,
+            self.k,
             self.ngrams,
             step.newest_ids,
             vocabulary.token_ids,
@@ -92,7 +91,7 @@ class DynaMoDrafter(Drafter):
             tables=self.tables,
             heat=sampling and divisor(sampling.temperature),
         )
-        choice = joint.back_off(self.settings, step.eps_b)
+        choice = joint.back_off(step.eps_b)
         likeliest = choice.likeliest
         tokens = likeliest.tokens if sampling is None else choice.draw(sampling)
         return Drafts(tokens[:, 1:], likeliest.drafts)

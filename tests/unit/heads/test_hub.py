@@ -110,7 +110,7 @@ def test_revisions(
     )
     hub.add(NAME, other, "v2")
     commit = f"{NAME}@{hub.commit(NAME, 'v2')}"
-    assert pinned(f"{NAME}@v2", "config.json") == commit
+    assert pinned(f"{NAME}@v2") == commit
     for name in (f"{NAME}@v2", commit):
         assert readers.server(spec_model=name).num_speculative_tokens == 1
     served_as = served_heads(f"{NAME}@v2", None)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from heads_folders import sampling_at
 
 from vllm_ppd.kernels.cp_mixture import (
     balance_loss,
@@ -15,7 +16,6 @@ from vllm_ppd.kernels.cp_mixture import (
     mixture,
     posterior,
 )
-from vllm_ppd.kernels.sampling import Sampling
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -27,12 +27,13 @@ def test_extreme_logits_stay_finite() -> None:
         4,
     )
     weights = torch.tensor([[0.0, -1e4], [-1e4, 0.0]], requires_grad=True)
-    joint = conditional_log_probs(weights, logits.log_softmax(-1))
+    factors = logits.log_softmax(-1)
+    joint = conditional_log_probs(weights, factors, factors[..., 0])
     loss = balance_loss(weights)
     joint.sum().backward()
     assert weights.grad is not None
     assert all(x.isfinite().all() for x in (joint, loss, weights.grad))
-    sampling = Sampling.random(torch.tensor([0.0, 1.0]))
+    sampling = sampling_at(torch.tensor([0.0, 1.0]))
     tokens, _ = draft_chain(
         weights,
         logits,
@@ -62,7 +63,7 @@ def test_tokens_that_all_experts_rule_out() -> None:
         weights.expand(rows, 2),
         logits,
         torch.full((rows,), 3),
-        Sampling.random(torch.ones(rows)),
+        sampling_at(torch.ones(rows)),
     )
     assert tokens.min() >= 0 and tokens.max() < 3
     assert after.isfinite().all()

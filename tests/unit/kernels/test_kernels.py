@@ -3,11 +3,11 @@
 
 import pytest
 import torch
+from heads_folders import sampling_at
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
 from vllm_ppd.kernels.joint import truncated
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
-from vllm_ppd.kernels.sampling import Sampling
 
 
 @pytest.mark.parametrize("with_k", [False, True])
@@ -23,7 +23,7 @@ def test_limits_are_vllms(with_k: bool, with_p: bool) -> None:
     heated = logits / temperature[:, None]
     probs = heated.softmax(-1)
     expected = apply_top_k_top_p_pytorch(heated, top_k, top_p).softmax(-1)
-    sampling = Sampling.random(temperature, top_k, top_p)
+    sampling = sampling_at(temperature, top_k, top_p)
     actual = truncated(probs, sampling)
     torch.testing.assert_close(actual, expected)
     assert torch.equal(actual > 0, expected > 0)

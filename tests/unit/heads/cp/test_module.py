@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from heads_folders import cp_head, draft, log_likelihood
+from heads_folders import cp_head, draft, log_likelihood, sampling_at
 from scipy.stats import chisquare
 
-from vllm_ppd.kernels.sampling import UNLIMITED, Sampling
+from vllm_ppd.kernels.sampling import UNLIMITED
 
 ROWS = 7
 POSITIONS = 4
@@ -151,7 +151,7 @@ def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
         generator=generator,
     )
     drafts = made.draft(hidden, tokens[:, 0])
-    nearly_greedy = Sampling.random(torch.full((ROWS,), 1e-6))
+    nearly_greedy = sampling_at(torch.full((ROWS,), 1e-6))
     assert torch.equal(drafts, made.draft(hidden, tokens[:, 0], nearly_greedy))
     gradients = []
     for chunk in (100, 1, 3):
@@ -195,7 +195,7 @@ def test_sampled_drafts_follow_the_formula(
         seed=5,
         scale=0.2,
     )
-    sampling = Sampling.random(
+    sampling = sampling_at(
         torch.full((draws,), temperature), torch.full((draws,), float(top_k))
     )
     tokens = made.draft(

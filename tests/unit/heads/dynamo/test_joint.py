@@ -8,33 +8,31 @@ import math
 import numpy as np
 import pytest
 import torch
-from heads_folders import corpus, counted
+from heads_folders import corpus, counted, sampling_at
 from scipy.ndimage import gaussian_filter
 
-from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.kernels.joint import mask
-from vllm_ppd.kernels.sampling import Sampling
 
 VOCAB = 7
 
 
 def select(
     scores: list[torch.Tensor],
-    settings: JointSettings,
+    k: int,
     counts: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,
-    eps_b: torch.Tensor | None = None,
+    eps_b: float = 0.5,
 ) -> JointChoice:
     joint = candidates(
-        scores,
-        settings,
+        torch.stack(scores),
+        k,
         counts and counts.ngrams,
         first_token,
     )
-    return joint.back_off(settings, eps_b)
+    return joint.back_off(torch.full((len(scores[0]),), eps_b))
 
 
 def log_probs(
@@ -74,16 +72,17 @@ def slow_otsu(values: np.ndarray, bins: int = 256) -> float:
 
 def slow_choice(
     heads: list[torch.Tensor],
-    settings: JointSettings,
+    k: int,
+    eps_b: float,
     counts: CoOccurrence | None,
     row: int,
 ) -> tuple[int, np.ndarray]:
     """Algorithm 1 with loops: the order, and the joint over the heads' top-k (empty of order 1)."""
     for n in range(len(heads), 1, -1):
-        tops = [head[row].double().exp().topk(settings.k) for head in heads[:n]]
+        tops = [head[row].double().exp().topk(k) for head in heads[:n]]
         shares = [(top.values / top.values.sum()).numpy() for top in tops]
         tokens = [top.indices for top in tops]
-        entries = np.ones([settings.k] * n)
+        entries = np.ones([k] * n)
         for index in np.ndindex(entries.shape):
             gram = [
                 ids[i : i + 1][None] for ids, i in zip(tokens, index, strict=True)
@@ -94,7 +93,7 @@ def slow_choice(
             if counts is not None:
                 entries[index] *= float(mask(gram, counts.ngrams))
         entries /= entries.sum() or 1
-        floor = settings.eps_b ** (n - 1)
+        floor = eps_b ** (n - 1)
         entries[entries < floor] = 0
         blurred = gaussian_filter(
             entries,
@@ -121,13 +120,13 @@ def test_choice_is_algorithm_1(
     rows = 20 if n < 4 else 4
     heads = log_probs(rows, n)
     counts = counted(corpus(), n) if masked else None
-    settings = JointSettings(k=4, eps_b=eps_b)
-    choice = select(heads, settings, counts)
+    choice = select(heads, 4, counts, eps_b=eps_b)
     best = choice.likeliest.tokens
     for row in range(rows):
         order, entries = slow_choice(
             heads,
-            settings,
+            4,
+            eps_b,
             counts,
             row,
         )
@@ -152,25 +151,20 @@ def test_choice_is_algorithm_1(
 
 def test_eps_b_of_each_row() -> None:
     heads = [head.repeat(2, 1) for head in log_probs(1, 3)]
-    choice = select(
-        heads,
-        JointSettings(k=4),
-        eps_b=torch.tensor([0.0, 1.0]),
-    )
+    choice = candidates(torch.stack(heads), 4).back_off(torch.tensor([0.0, 1.0]))
     assert choice.order.tolist() == [3, 1]
 
 
 def test_conditioning_is_the_joint_given_the_first_token() -> None:
     heads = log_probs(VOCAB, 3)
     counts = counted(corpus(), 3)
-    settings = JointSettings(k=VOCAB)
     given = select(
         heads[1:],
-        settings,
+        VOCAB,
         counts,
         first_token=torch.arange(VOCAB),
     )
-    whole = select(heads, settings, counts)
+    whole = select(heads, VOCAB, counts)
     for first in range(VOCAB):
         at = whole.top.token_ids[0][first].tolist().index(first)
         expected = whole.uncut[2][first, at]
@@ -185,10 +179,11 @@ def test_drawn_tokens_follow_the_probabilities_given_those_before() -> None:
     heads = [head.expand(draws, -1) for head in log_probs(1, 2, sharp=0.3)]
     choice = select(
         heads,
-        JointSettings(k=5, eps_b=0.0),
+        5,
         first_token=torch.full((draws,), 5),
+        eps_b=0.0,
     )
-    tokens = choice.draw(Sampling.random(torch.ones(draws)))
+    tokens = choice.draw(sampling_at(torch.ones(draws)))
     assert (tokens[:, 0] == 5).all()
     joint = choice.joints[2][0, 0]
     claimed = choice.probabilities(tokens).prod(dim=1)
@@ -246,8 +241,8 @@ def test_a_learned_mask_makes_conditionals() -> None:
     newest = embeddings[first][:, None]
     read = [s + mask(token, newest) for token, s in enumerate(states, start=2)]
     joint = candidates(
-        [state @ lm_head.T for state in read],
-        JointSettings(k=VOCAB),
+        torch.stack([state @ lm_head.T for state in read]),
+        VOCAB,
         first_token=first,
         tables=tables,
         heat=heat,

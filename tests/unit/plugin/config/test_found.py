@@ -246,5 +246,5 @@ def test_a_slow_hub_is_not_waited_for(
         with pytest.raises(
             HeadsError, match=r"not answered for .* within 0\.2 s"
         ):
-            pinned_within(0.2, "acme/model:ppd", "config.json")
+            pinned_within(0.2, "acme/model:ppd")
     assert found.HUB_SECONDS <= 5
