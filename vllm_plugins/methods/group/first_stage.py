@@ -272,15 +272,17 @@ class FirstStage(Stage):
             self.candidates.blocks(*of_candidates).flatten(0, 1),
             self.candidates.own(self.step.request_rows[missed], positions),
         ]
-        tokens = self.tokens(
-            np.concatenate([np.repeat(speculating, k), missed]),
-            np.concatenate([np.repeat(starts, k), positions]),
-            torch.cat(blocks),
-        )
         missed_ids = self.index(progress.token[missed])
         ids = torch.cat([token_ids.flatten(), missed_ids])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
-        return self.passes.first(tokens, ids), token_ids.cpu().numpy()
+        rows = np.concatenate([np.repeat(speculating, k), missed])
+        state = self.passes.first(
+            self.step.request_rows[rows],
+            np.concatenate([np.repeat(starts, k), positions]),
+            torch.cat(blocks),
+            ids,
+        )
+        return state, token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
         """Run the missed tokens through the first stage."""
@@ -312,11 +314,11 @@ class FirstStage(Stage):
         assert state is not None and self.step is not None
         state = rows_of(state, self.index(places))
         positions = progress.position[rows]
+        request_rows = self.step.request_rows[rows]
         if len(self.cut.stacks) > 1:
-            state = self.passes.last(self.tokens(rows, positions), state)
+            state = self.passes.last(request_rows, positions, state)
             layers = len(rows) * (self.split - self.depth)
             self.counters.add("group_first_stage_layers", layers)
-        request_rows = self.step.request_rows[rows]
         self.states.store(self.index(request_rows), state)
         progress.ready[rows] = True
         progress.missed[rows] = False
