@@ -153,7 +153,7 @@ class EarlyExitDrafter(Drafter):
         looked_up = step.looked_up
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
-            state = self.cut.run(offset, token_ids)
+            state = self.cut.passes.run(offset, token_ids)
             sampling = step.sampling and step.sampling.ahead(offset)
             token_ids, confidence = self.reader.read(
                 exit_layer,
@@ -171,7 +171,7 @@ class EarlyExitDrafter(Drafter):
                     taken, looked_up.token_ids[:, offset], token_ids
                 )
         # For the last draft's state, from which the deep pass starts
-        self.cut.run(step.num_drafts, token_ids)
+        self.cut.passes.run(step.num_drafts, token_ids)
         tokens = torch.stack(drafts, dim=1)
         if not with_confidence:
             return Drafts(tokens)

@@ -74,16 +74,17 @@ class ShallowPasses:
         self.metadata = None
         self.bounds = bounds
 
-    def one_token(self, offset: int, token_ids: Tensor) -> CutState:
-        """The layers before the step's exit on a token of each staged request; rows of
-        padding write no KV.
+    def run(self, offset: int, token_ids: Tensor) -> CutState:
+        """Run the layers before the step's exit on a token of each staged request, and
+        keep its state for the next step; rows of padding write no KV.
 
         Args:
             offset: of the tokens from the newest ones; 0 first.
             token_ids: [requests] int64; INVALID ones run as token 0.
 
         Returns:
-            States, [requests, hidden].
+            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
+            rows that may not draft so far.
         """
         requests = len(token_ids)
         staged = self.speculator.staging.staged
@@ -123,7 +124,12 @@ class ShallowPasses:
                 slot_mapping=slots,
             ),
         ):
-            return self.cut.shallow(input_ids, positions)
+            state = self.cut.shallow(input_ids, positions)
+        deferred = self.speculator.deferred
+        # -1 for padding, whose states are the last request's
+        rows = staged.rows[:requests]
+        deferred.saved.store_every(deferred.width, offset, rows, state)
+        return state
 
     def _bring_up_to_date(
         self,

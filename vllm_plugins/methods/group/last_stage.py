@@ -61,7 +61,7 @@ class LastStage(Stage):
             if micro_step == self.micro_steps:
                 break
             rows, state, counted = self.channel.frame(count)
-            self.counters.take_in(counted)
+            self.counters.values += counted
             if not len(rows):
                 break
             positions = self.step.positions[rows] + emitted[rows]
