@@ -106,8 +106,6 @@ def needs_single_tokens(params: Any) -> bool:
     return bool(
         params.seed is not None
         or params.num_logprobs is not None
-        or params.min_p
-        or params.logit_bias
         or params.allowed_token_ids
         or sees_each_token(params)
     )

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
@@ -102,9 +102,7 @@ class DraftingScheduler(CountingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = active_config(self.vllm_config)
-        assert config is not None
-        self.config = config
+        config = self.config = required_config(self.vllm_config, self)
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
         # None: always as many drafts as configured. `policy` is vLLM's, of its queues.
         self.draft_policy: DraftPolicy | None = None

@@ -5,7 +5,6 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -144,10 +143,10 @@ def heads_content(folder: str | None) -> dict[str, str]:
 
     The name of heads on the Hub has a commit, so it needs no digest.
     """
-    if folder is None or not os.path.isdir(folder):
+    if folder is None:
         return {}
     files = [
-        Path(folder) / CONFIG_NAME,
+        *Path(folder).glob(CONFIG_NAME),
         *sorted(Path(folder).glob("*.safetensors")),
     ]
     return {path.name: digest_of(path) for path in files}

@@ -159,13 +159,11 @@ class TargetLMHead(LMHead):
         self.lm_head: Any = without_adapters(lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
-        self.tp_size = int(self.lm_head.tp_size)
-        self.vocab_size = int(self.logits_processor.org_vocab_size)
-        self.vocab_start = int(shard.org_vocab_start_index)
-        self.num_valid = int(
-            shard.org_vocab_end_index - shard.org_vocab_start_index
-        )
-        self.shard_size = int(self.lm_head.num_embeddings_per_partition)
+        self.tp_size = self.lm_head.tp_size
+        self.vocab_size = self.logits_processor.org_vocab_size
+        self.vocab_start = shard.org_vocab_start_index
+        self.num_valid = shard.org_vocab_end_index - self.vocab_start
+        self.shard_size = self.lm_head.num_embeddings_per_partition
 
     def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         return self.logits_processor(
@@ -244,7 +242,7 @@ class CopiedLMHead(LMHead):
     ) -> None:
         self.vocab_size, self.vocab_start, self.num_valid = place
         self.shard_size = len(shard)
-        self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+        self.tp_size = vllm_config.parallel_config.tensor_parallel_size
         self.unembedding = PackedLinear(shard, vllm_config, device)
         self.bias = bias
 

@@ -46,16 +46,17 @@ class SavedStates:
         self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
-    def store(self, rows: Tensor, state: CutState) -> None:
-        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs;
-        rows [tokens] int64, negative ones from the end.
-        """
-        self.store_every(1, 0, rows, state)
-
-    def store_every(
-        self, width: int, offset: int, rows: Tensor, state: CutState
+    def store(
+        self, rows: Tensor, state: CutState, width: int = 1, offset: int = 0
     ) -> None:
-        """The same in a table of `width` states a row, at an offset in each."""
+        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs.
+
+        Args:
+            rows: [tokens] int64, negative ones from the end.
+            state: of the tokens.
+            width: states of a row.
+            offset: which of them is written.
+        """
         for store, values in zip(
             (self.hidden, self.residual), state, strict=True
         ):

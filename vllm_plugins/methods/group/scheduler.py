@@ -12,7 +12,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.config.request_options import (
     request_options,
     sees_each_token,
@@ -27,8 +27,8 @@ class GroupScheduler(CountingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = active_config(self.vllm_config)
-        assert config is not None and config.disable_by_batch_size is not None
+        config = required_config(self.vllm_config, self)
+        assert config.disable_by_batch_size is not None
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
         # vLLM pads a request with one token to compute, unless drafts depend on the

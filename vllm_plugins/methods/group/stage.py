@@ -89,12 +89,6 @@ class Stage:
         self.passes = StagePasses(self.runner, self.cut)
         self.channel = StageChannel(hidden_size, dtype, device)
 
-    def reserve_blocks(self, kv_cache_config: Any) -> None:
-        """Add KV blocks to vLLM's before they are allocated."""
-
-    def profile(self) -> None:
-        """Take the memory of a group step's largest work."""
-
     def refresh(self) -> None:
         """Exchange the copies of the target's weights again, on both stages, after
         these have changed.

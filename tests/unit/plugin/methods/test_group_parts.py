@@ -27,7 +27,7 @@ def test_room_for_candidates_is_checked_before_a_model_loads(
     # A CPU's backend has no buffers of a row a candidate
     from_flags(tiny_model(), f"{flags} 16")
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(platform, "runs_v2", lambda: True)
+    monkeypatch.setattr(platform, "has_triton", lambda: True)
     from_flags(tiny_model(), f"{flags} 24")
     for most, message in (
         (16, "8 requests need --max-num-seqs 24, not 16; raise it"),
