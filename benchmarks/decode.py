@@ -58,13 +58,9 @@ def decode(options: DecodeOptions) -> str:
         options.prompt_tokens,
         options.trust_remote_code,
     )
-    if options.acceptance:
-        benchmark = "acceptance"
-        trials = acceptance_trials(options, prompts)
-    else:
-        benchmark = "decode"
-        trials = speed_trials(options, prompts)
-    results = Results(Path(options.out), benchmark)
+    trials_of = acceptance_trials if options.acceptance else speed_trials
+    trials = trials_of(options, prompts)
+    results = Results(Path(options.out))
     contenders = {system.name: system.identity() for system in systems}
     runs = [
         results.run_of(

@@ -100,10 +100,8 @@ class EngineProcess:
             done, result = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            lines = self.log.read_text(errors="replace").split("\n")
-            last = next(
-                (line for line in reversed(lines) if line.strip()), "nothing"
-            )
+            output = self.log.read_text(errors="replace").rstrip()
+            last = output.rpartition("\n")[2] or "nothing"
             code = self.process.exitcode
             raise BenchError(
                 f"{self.name}: the engine ended with code {code}; its last line: {last}"
@@ -195,14 +193,12 @@ def facts_of(engine: Any) -> dict[str, Any]:
 
 
 def counters() -> Counter[tuple[str, str]]:
-    """Counts of vLLM and ours, by name and position, summed over other labels."""
+    """All counts of the process, by name and position, summed over other labels."""
     from prometheus_client import REGISTRY
 
     values: Counter[tuple[str, str]] = Counter()
     for metric in REGISTRY.collect():
         for sample in metric.samples:
-            if not sample.name.startswith(("vllm:spec_decode_", "ppd:")):
-                continue
             # Counters alone, and no times
             if sample.name.endswith("_total") and "_seconds" not in sample.name:
                 position = sample.labels.get("position", "")

@@ -156,7 +156,7 @@ def acceptance_table(run: Run) -> str:
         turns = turns_of(run, contender=name)
         if name == BASE or not turns:
             continue
-        steps = request_steps(turns)
+        steps = [turn["request_steps"] for turn in turns]
         same = "-"
         if not run["options"]["temperature"]:
             prompts = total(turns, "prompts")
@@ -178,18 +178,10 @@ def acceptance_table(run: Run) -> str:
     return markdown(header, rows)
 
 
-def request_steps(turns: list[Turn]) -> list[int]:
-    """Decode steps of all requests in each turn; older results name them steps."""
-    return [
-        turn["request_steps"] if "request_steps" in turn else turn["steps"]
-        for turn in turns
-    ]
-
-
 def by_position(turns: list[Turn]) -> str:
     """The share of steps in which the drafts up to each position were accepted."""
     lengths = [turn.get("accepted_lengths", []) for turn in turns]
-    steps = sum(request_steps(turns))
+    steps = total(turns, "request_steps")
     shares = []
     for position in range(1, max(map(len, lengths))):
         reached = sum(sum(counts[position:]) for counts in lengths)
@@ -199,7 +191,7 @@ def by_position(turns: list[Turn]) -> str:
 
 def accepted_drafts(turns: list[Turn]) -> float:
     """Accepted drafts per request and step."""
-    return total(turns, "accepted_tokens") / sum(request_steps(turns))
+    return total(turns, "accepted_tokens") / total(turns, "request_steps")
 
 
 def by_category(run: Run) -> dict[str, dict[str, float]]:
@@ -230,15 +222,13 @@ def category_table(run: Run) -> str:
 def tables(run: Run) -> list[str]:
     """What a run measured, and its tables."""
     options = run["options"]
-    # Earlier results have the second name
-    length = options.get("output_len") or options["new_tokens"]
     sampling = "greedy"
     if options["temperature"]:
-        top_p = options.get("top_p", 1)
+        top_p = options["top_p"]
         sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
     blocks = [
         f"{options['model']}, {options['dtype']}, {sampling}, "
-        f"{length} tokens; {run['machine']}; commit {str(run['git'])[:7]}"
+        f"{options['output_len']} tokens; {run['machine']}; commit {str(run['git'])[:7]}"
     ]
     if "part" in run["turns"][0]:
         blocks += [acceptance_table(run), category_table(run)]

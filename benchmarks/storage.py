@@ -30,14 +30,14 @@ def turns_of(run: Run, **place: Any) -> list[Turn]:
 class Results:
     """A file of results that is being measured."""
 
-    def __init__(self, path: Path, benchmark: str) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file, if there is one.
 
         Raises:
             BenchError: if it is something else.
         """
         self.path = path
-        self.data: dict[str, Any] = {"benchmark": benchmark, "runs": []}
+        self.data: dict[str, Any] = {"runs": []}
         if path.exists():
             try:
                 self.data["runs"] = json.loads(path.read_text())["runs"]

@@ -7,14 +7,14 @@ import random
 from typing import Any
 
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
-from vllm_ppd.vllm_plugins.engine import worker
+from vllm_ppd.vllm_plugins.engine import step_costs
 
 
 class OtherClock:
     """An extension of vLLM's workers; importing it changes the clock."""
 
 
-_time_steps = worker.time_steps
+_time_steps = step_costs.time_steps
 _noise = random.SystemRandom()  # vLLM seeds the ranks alike
 
 
@@ -23,5 +23,5 @@ def _other_clock(*arguments: Any) -> list[float]:
     return [1 + 0.01 * count * _noise.random() for count in arguments[-1]]
 
 
-worker.time_steps = _other_clock
+step_costs.time_steps = _other_clock
 CostTable.save = lambda table, path: None  # type: ignore[method-assign]

@@ -333,12 +333,20 @@ def counting(llm: Any) -> Iterator[Counter[str]]:
     """By how much an engine's counts and our counters (of all engines of this process
     together) grow in a block.
     """
-    from vllm_ppd.vllm_plugins.engine.metrics import totals
+    from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
 
     grown = Counter[str]()
-    before = {**llm.counts, **totals()}
-    yield grown
-    after = Counter[str]({**llm.counts, **totals()})
+    before = dict(llm.counts)
+    stock = CountingScheduler.report
+
+    def report(self: Any, counts: Any) -> None:
+        grown.update(counts)
+        stock(self, counts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CountingScheduler, "report", report)
+        yield grown
+    after = Counter[str](llm.counts)
     after.subtract(before)
     grown.update({name: count for name, count in after.items() if count})
 

@@ -58,13 +58,6 @@ def variable(name: str, default: Any = None) -> Any:
     return getattr(envs, name, default)
 
 
-def runs_v2() -> bool:
-    """Whether vLLM's model runner V2 can run here: with Triton, or on a CPU with our
-    kernels (engine/cpu/native.py).
-    """
-    return has_triton() or is_cpu()
-
-
 def has_triton() -> bool:
     """Whether vLLM can run its Triton kernels here, which its model runner V2 is made of."""
     from vllm.triton_utils import HAS_TRITON

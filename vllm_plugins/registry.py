@@ -13,7 +13,7 @@ OURS = "vllm_ppd."  # beginning of the paths of our classes
 WORKER = f"{ENGINE}.worker.DraftingWorker"
 # Its scheduler, by whether vLLM schedules asynchronously
 SCHEDULERS = {
-    False: f"{ENGINE}.scheduler.SyncDraftingScheduler",
+    False: f"{ENGINE}.scheduler.DraftingScheduler",
     True: f"{ENGINE}.scheduler.AsyncDraftingScheduler",
 }
 
@@ -36,7 +36,6 @@ class MethodSpec:
     # Writes KV of drafted positions before they are scheduled
     writes_ahead: bool = False
     options: tuple[str, ...] = ()  # options of this method only
-    request_options: tuple[str, ...] = ()  # the same for request options
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
     worker: str = WORKER
     scheduler: str = ""  # in place of SCHEDULERS
@@ -81,7 +80,6 @@ METHODS: dict[str, MethodSpec] = {
         cuts=True,
         adds_layers=True,
         options=("eps_b", "verify", "draft_vocab_size"),
-        request_options=("eps_b",),
     ),
     "recurrent": MethodSpec(
         "recurrent drafting",

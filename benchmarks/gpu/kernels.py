@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     device = torch.device("cpu" if args.cpu else "cuda")
-    data = provenance(benchmark="rows", rows=[])
+    data = provenance(rows=[])
     for batch in [1, 3] if args.cpu else BATCHES:
         torch.manual_seed(batch)
         for case in cases(batch, 1000 if args.cpu else VOCAB, device):

@@ -114,7 +114,7 @@ def main() -> None:
             decoding.append(place | decode)
             joining.append(place | join)
         engine.close()
-    data = provenance(benchmark="rows", model=args.model, rows=decoding + joining)
+    data = provenance(model=args.model, rows=decoding + joining)
     write_json(args.out, data)
     print(rows_table(data))
 

@@ -308,7 +308,7 @@ def test_a_run_continues_with_the_same_options_and_systems_alone(
     path = tmp_path / "out.json"
     given = {"dtype": "float32"}
     systems = {BASE: {"stamp": 1}, "cp": {"stamp": 2}}
-    results = Results(path, "decode")
+    results = Results(path)
     run = results.run_of(given, systems)
     (trial,) = speed_trials(options(rounds=1, batch_sizes="1"), [Prompt([1] * 4)])
     run["turns"].append({"contender": BASE, **trial.place})
@@ -316,12 +316,12 @@ def test_a_run_continues_with_the_same_options_and_systems_alone(
     run["failures"]["cp"] = "does not start"
     assert is_whole(trial, run)
     results.write()
-    again = Results(path, "decode")
+    again = Results(path)
     assert again.run_of(given, systems) == run
     assert again.run_of(given, systems | {"cp": {"stamp": 3}})["turns"] == []
     path.write_text("[]")
     with pytest.raises(BenchError, match="not a file of results"):
-        Results(path, "decode")
+        Results(path)
 
 
 def test_make_evidence_has_valid_commands() -> None:

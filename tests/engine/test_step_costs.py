@@ -35,7 +35,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
     Plan,
     StepCosts,
 )
-from vllm_ppd.vllm_plugins.engine import step_costs, worker
+from vllm_ppd.vllm_plugins.engine import step_costs
 from vllm_ppd.vllm_plugins.engine.dummy_steps import (
     STEPS,
     most_requests,
@@ -266,7 +266,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     table.save(path)
     with monkeypatch.context() as patch:
         patch.setattr(
-            worker, "time_steps", lambda *args: pytest.fail("measured anew")
+            step_costs, "time_steps", lambda *args: pytest.fail("measured anew")
         )
         second = start_engine(
             tiny_model(), ADAPTIVE, async_scheduling=asynchronous

@@ -81,7 +81,7 @@ def refuse_target(
             "VLLM_USE_V2_MODEL_RUNNER=0 is not supported with vllm-ppd, which runs "
             "on vLLM's model runner V2; remove it"
         )
-    if not platform.runs_v2():
+    if not on_cpu and not platform.has_triton():
         raise OptionError(
             "vllm-ppd needs Triton on a GPU, which vLLM did not find; install triton"
         )
@@ -389,7 +389,6 @@ def refuse_scheduling(config: DraftingConfig, args: Any) -> None:
                 f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of "
                 f"the worker group, {config.partition}: unset it, or set exit_layer"
             )
-        refuse_candidates(config, args.max_num_seqs)
 
 
 def refuse_complete_config(config: DraftingConfig) -> None:
@@ -404,9 +403,9 @@ def refuse_complete_config(config: DraftingConfig) -> None:
         )
 
 
-def refuse_candidates(config: DraftingConfig, max_num_seqs: int | None) -> None:
+def refuse_candidates(config: DraftingConfig, max_num_seqs: int) -> None:
     """Refuse more candidates than a GPU's attention backends have rows for in their buffers."""
-    if max_num_seqs is not None and not platform.is_cpu():
+    if not platform.is_cpu():
         requests = min(config.disable_by_batch_size or 1, max_num_seqs)
         needed = config.candidates * requests
         if needed > max_num_seqs:

@@ -103,11 +103,9 @@ def needs_single_tokens(params: Any) -> bool:
     """Whether a request needs one token at a time: its own random draws, or state after
     each token.
     """
-    return params is None or bool(
+    return bool(
         params.seed is not None
         or params.num_logprobs is not None
-        or params.min_p
-        or params.logit_bias
         or params.allowed_token_ids
         or sees_each_token(params)
     )
@@ -130,10 +128,7 @@ def check(params: Any, config: DraftingConfig) -> None:
                 f"vllm_xargs['ppd_num_drafts']={options.ppd_num_drafts} is more than "
                 f"the {most} drafts of this server; set 0 to {most}, or omit it"
             )
-        if (
-            options.ppd_eps_b is not None
-            and "eps_b" not in config.spec.request_options
-        ):
+        if options.ppd_eps_b is not None and "eps_b" not in config.spec.options:
             raise ValueError(
                 "vllm_xargs['ppd_eps_b'] is not an option of this server's method "
                 f"{config.method!r}; omit it"

@@ -105,10 +105,9 @@ class DraftPolicy:
         self,
         costs: StepCosts,
         kinds: int,
-        clock: bool = True,
-        limits: Mapping[str, int] | None = None,
+        clock: bool,
+        limits: Mapping[str, int],
     ) -> None:
-        limits = {} if limits is None else limits
         self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)
         # By exit, as nothing is known of one from another's drafts

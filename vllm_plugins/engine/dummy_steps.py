@@ -145,7 +145,7 @@ def most_requests(runner: Any, plans: Sequence[Plan]) -> int:
     return min(
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens // (1 + max(plans).drafts),
-        (runner.kv_cache_config.num_blocks - 1) // max(blocks, 1),
+        (runner.kv_cache_config.num_blocks - 1) // blocks,
     )
 
 

@@ -129,30 +129,12 @@ class Counters:
         finally:
             self.values[:] = before
 
-    def take_in(self, amounts: np.ndarray) -> None:
-        """Add the counts of another stage: [counters]."""
-        self.values += amounts
-
     def attach(self, output: Any) -> None:
         """Attach new counts to a step's output."""
         amounts = zip(COUNTERS, self.take().tolist(), strict=True)
         new = {name: amount for name, amount in amounts if amount}
         if new:
             setattr(output, ATTRIBUTE, new)
-
-
-_totals = dict.fromkeys(COUNTERS, 0.0)
-
-
-def count_in_process(counts: Counts) -> None:
-    """Record counts in the schedulers' process, for totals()."""
-    for name, amount in counts.items():
-        _totals[name] += amount
-
-
-def totals() -> dict[str, float]:
-    """Each counter, over all engines whose scheduler is in this process; statistics on or off."""
-    return dict(_totals)
 
 
 class Published:

@@ -29,12 +29,16 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
-from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED, Orders
+from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS
+from vllm_ppd.vllm_plugins.draft_length.learning import LEARNED
 from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
 from vllm_ppd.vllm_plugins.engine.metrics import MATCHED
 from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.verification import Verification
+
+# A step that our scheduler did not choose for, such as one of vLLM's warm-up
+OTHER = Step(0, 0, None, NO_DRAFTS)
 
 
 class UpdatedRunner:
@@ -59,9 +63,8 @@ class DraftingRunnerMixin(UpdatedRunner):
     req_states: Any
     execute_model_state: Any
     num_speculative_steps: int
-    _orders: Orders | None = None  # of the latest step
-    _drafted = True  # whether the latest step made drafts
-    _useful = True  # whether one of its requests could use them
+    _step = OTHER  # the latest one
+    _drafted = True  # whether it made drafts
     # Rows of logits of each request of the step that is being prepared
     _logits: np.ndarray | None = None
 
@@ -123,11 +126,8 @@ class DraftingRunnerMixin(UpdatedRunner):
     def execute_model(
         self, scheduler_output: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        step: Step | None = getattr(scheduler_output, STEP, None)
-        self._useful = step is None or step.useful
-        self._orders = None if step is None else step.orders
-        if step is not None:
-            self.speculator.read_at(step.drafted.exit)
+        self._step = getattr(scheduler_output, STEP, OTHER)
+        self.speculator.read_at(self._step.drafted.exit)
         try:
             return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -135,7 +135,7 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     def sample(self, hidden: Any, batch: Any, *args: Any) -> Any:
         result = super().sample(hidden, batch, *args)  # type: ignore[misc]
-        if self._orders is not None:
+        if self._step.orders is not None:
             self.speculator.record(batch, hidden, *result[1:])
         return result
 
@@ -147,7 +147,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         # Lookups cost next to nothing, and their matches tell when drafts pay.
         lookup = self.speculator.lookup
         alone = lookup is not None and lookup.alone
-        if alone and self._useful and not proposes:
+        if alone and self._step.useful and not proposes:
             proposes = True
             made = self.num_speculative_steps
             self.execute_model_state = state._replace(
@@ -164,7 +164,7 @@ class DraftingRunnerMixin(UpdatedRunner):
                 rows = state.input_batch.idx_mapping_np
                 taken = lookup.taken(rows)
                 setattr(output.model_runner_output, MATCHED, taken)
-            report = self.speculator.follow(self._orders)
+            report = self.speculator.follow(self._step.orders)
             if report is not None:
                 setattr(output.model_runner_output, LEARNED, report)
         return output

@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.config.request_options import request_options
 from vllm_ppd.vllm_plugins.draft_length.costs import (
     NO_DRAFTS,
@@ -46,7 +46,6 @@ from vllm_ppd.vllm_plugins.engine.metrics import (
     STATISTICS,
     WITHOUT_DRAFTS,
     Counts,
-    count_in_process,
 )
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -81,16 +80,13 @@ class CountingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
-        counts: Counts = getattr(model_runner_output, ATTRIBUTE, {})
-        if counts:
-            self.report(counts)
+        self.report(getattr(model_runner_output, ATTRIBUTE, {}))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         pending = self._pending
         self._pending = defaultdict(float)
-        count_in_process(pending)
         if stats is not None and pending:
             stats.kv_connector_stats = {
                 **(stats.kv_connector_stats or {}),
@@ -106,9 +102,7 @@ class DraftingScheduler(CountingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = active_config(self.vllm_config)
-        assert config is not None
-        self.config = config
+        config = self.config = required_config(self.vllm_config, self)
         self.max_requests = config.disable_by_batch_size  # of a batch that drafts
         # None: always as many drafts as configured. `policy` is vLLM's, of its queues.
         self.draft_policy: DraftPolicy | None = None
@@ -351,38 +345,28 @@ class DraftingScheduler(CountingScheduler):
         output: Any,
     ) -> None:
         """Learn from a step's seconds and verified drafts."""
-        names: list[str] = []
-        kinds: list[int] = []
-        emitted: list[int] = []
-        verified = scheduler_output.scheduled_spec_decode_tokens
         policy = self.draft_policy
         if policy is None:
             return
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        # (Request, its kind when the drafts were made, tokens that it emitted)
+        rows: list[tuple[str, int, int]] = []
         if policy.learns(step) and verified:
-            names, kinds, emitted = self._accepted(verified, output)
+            self._apply_matches()
+            rows = [
+                (name, self._kinds[name], len(tokens))
+                for name, tokens in zip(
+                    output.req_ids, output.sampled_token_ids, strict=True
+                )
+                if tokens and name in verified and self._kind(name) != OPTED_OUT
+            ]
+        names, kinds, emitted = zip(*rows, strict=True) if rows else ((), (), ())
         policy.observe(step, seconds, names, kinds, emitted)
         if seconds is not None and step.steady():
             self._report_served(step, seconds, output.sampled_token_ids)
 
-    def _accepted(
-        self, verified: Collection[str], output: Any
-    ) -> tuple[list[str], list[int], list[int]]:
-        """(Requests with verified drafts that may draft, their kinds when these were
-        made, tokens that they emitted).
-        """
-        self._apply_matches()
-        names = []
-        kinds = []
-        emitted = []
-        for name, tokens in zip(
-            output.req_ids, output.sampled_token_ids, strict=True
-        ):
-            kind = self._kinds.get(name, OPTED_OUT)
-            if kind != OPTED_OUT and tokens and name in verified:
-                names.append(name)
-                kinds.append(kind)
-                emitted.append(len(tokens))
-        return names, kinds, emitted
+    def _kind(self, req_id: str) -> int:
+        return self._kinds.get(req_id, OPTED_OUT)
 
     def _report_served(
         self, step: Step, seconds: float, sampled: list[list[int]]
@@ -404,14 +388,10 @@ class DraftingScheduler(CountingScheduler):
         """Note in the requests' kinds which took drafts from their own text."""
         kinds = self._kinds
         for name, match in zip(*self._matches, strict=True):
-            kind = kinds.get(name, OPTED_OUT)
+            kind = self._kind(name)
             if kind != OPTED_OUT and match != kind // LOOKED_UP:
                 kinds[name] = kind % LOOKED_UP + LOOKED_UP * match
         self._matches = [], []
-
-
-class SyncDraftingScheduler(DraftingScheduler):
-    """For synchronous scheduling."""
 
 
 class AsyncDraftingScheduler(DraftingScheduler, AsyncScheduler):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm import SamplingParams
 from vllm.utils.platform_utils import is_uva_available
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
@@ -69,9 +68,8 @@ class RequestOptions:
 
         Args:
             row: of the request.
-            params: vLLM's SamplingParams; None for a pooling request.
+            params: vLLM's SamplingParams.
         """
-        params = params or SamplingParams(temperature=0.0)
         options = request_options(params.extra_args)
         threshold = options.ppd_eps_b
         drafting = self.verified or not needs_single_tokens(params)

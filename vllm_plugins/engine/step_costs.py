@@ -5,9 +5,8 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import time
-from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,9 @@ from vllm_ppd.heads.provenance import processor
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan
-from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
-from vllm_ppd.vllm_plugins.engine.metrics import Counters
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
+from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
+from vllm_ppd.vllm_plugins.engine.dummy_steps import most_requests, time_steps
 from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -39,31 +38,17 @@ NOT_STEPS = {
     "learn",
     "learn_dir",
 }
-# (requests, plans) -> seconds of a step with each
-TimeSteps = Callable[[int, Sequence[Plan]], list[float]]
 
 
-def costs_of_engine(
-    config: DraftingConfig,
-    vllm_config: Any,
-    counters: Counters,
-    largest: int,
-    counts: list[int],
-    time_steps: TimeSteps,
-) -> CostTable | None:
-    """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they
-    cannot be measured.
-
-    Args:
-        config: our options.
-        vllm_config: vLLM's.
-        counters: ours, which dummy steps do not count in.
-        largest: the largest batch size that can be measured.
-        counts: drafts per request, ascending from 0.
-        time_steps: times steps with these.
+def costs_of_engine(runner: Any) -> CostTable | None:
+    """Costs of the steps of an engine's model runner, the same on all tensor-parallel
+    ranks; None if they cannot be measured.
     """
+    config = runner.speculator.config
+    counts = counts_of(config.num_speculative_tokens, runner.device.type)
+    largest = most_requests(runner, plans_of(counts, config.num_exits))
     group = get_tp_group()
-    path = cache_file(config, vllm_config)
+    path = cache_file(config, runner.vllm_config)
     cached = group.broadcast_object(
         load(path)
         if config.step_costs == "cached" and group.is_first_rank
@@ -85,9 +70,10 @@ def costs_of_engine(
     # A connector would need the scheduler's metadata of dummy requests. Sampled output
     # must not depend on whether steps were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
+    counters = runner.speculator.counters
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         table = measure_table(
-            time_steps,
+            partial(time_steps, runner),
             largest,
             counts,
             group.broadcast_object,
@@ -157,10 +143,10 @@ def heads_content(folder: str | None) -> dict[str, str]:
 
     The name of heads on the Hub has a commit, so it needs no digest.
     """
-    if folder is None or not os.path.isdir(folder):
+    if folder is None:
         return {}
     files = [
-        Path(folder) / CONFIG_NAME,
+        *Path(folder).glob(CONFIG_NAME),
         *sorted(Path(folder).glob("*.safetensors")),
     ]
     return {path.name: digest_of(path) for path in files}

@@ -16,7 +16,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
 )
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -115,17 +114,11 @@ class LMHead:
     shard_size.
     """
 
-    # [vocabulary] token ID of each entry of the logits; None: its index
-    token_ids: Tensor | None = None
     tp_size: int
     vocab_size: int
     vocab_start: int
     num_valid: int
     shard_size: int
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """E* h: [rows, vocabulary]."""
-        raise NotImplementedError
 
     def shard(self, classifiers: Tensor) -> Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
@@ -166,13 +159,11 @@ class TargetLMHead(LMHead):
         self.lm_head: Any = without_adapters(lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
-        self.tp_size = int(self.lm_head.tp_size)
-        self.vocab_size = int(self.logits_processor.org_vocab_size)
-        self.vocab_start = int(shard.org_vocab_start_index)
-        self.num_valid = int(
-            shard.org_vocab_end_index - shard.org_vocab_start_index
-        )
-        self.shard_size = int(self.lm_head.num_embeddings_per_partition)
+        self.tp_size = self.lm_head.tp_size
+        self.vocab_size = self.logits_processor.org_vocab_size
+        self.vocab_start = shard.org_vocab_start_index
+        self.num_valid = shard.org_vocab_end_index - self.vocab_start
+        self.shard_size = self.lm_head.num_embeddings_per_partition
 
     def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         return self.logits_processor(
@@ -229,7 +220,8 @@ class TargetLMHead(LMHead):
 
 
 class CopiedLMHead(LMHead):
-    """The target's LM head on a pipeline stage without one.
+    """The target's LM head on a pipeline stage without one; a reader of exits takes it in
+    place of a DraftVocabulary.
 
     Args:
         shard: [shard_size, hidden] of this rank.
@@ -237,6 +229,8 @@ class CopiedLMHead(LMHead):
         place: vocab_size, vocab_start, num_valid of the shard's rank.
         vllm_config, device: of the engine.
     """
+
+    token_ids: Tensor | None = None  # the whole vocabulary
 
     def __init__(
         self,
@@ -248,7 +242,7 @@ class CopiedLMHead(LMHead):
     ) -> None:
         self.vocab_size, self.vocab_start, self.num_valid = place
         self.shard_size = len(shard)
-        self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+        self.tp_size = vllm_config.parallel_config.tensor_parallel_size
         self.unembedding = PackedLinear(shard, vllm_config, device)
         self.bias = bias
 
@@ -332,33 +326,23 @@ class DraftVocabulary:
             return self.lm_head.logits(hidden)
         return capped(self.linear(hidden) + self.bias, self.lm_head.cap)
 
-    def classifiers(self, weight: Tensor) -> PackedLinear:
-        """y = W x for the drafted tokens' rows of classifiers [..., vocabulary, hidden],
-        or for this rank's shard of them.
+    def shard(self, classifiers: Tensor) -> Tensor:
+        """The drafted tokens' rows of classifiers [..., vocabulary, hidden], or this
+        rank's shard of them.
         """
         if self.token_ids is None:
-            shard = self.lm_head.shard(weight)
-            return self.target.linear_of_rank(shard.flatten(0, -2))
-        rows = weight[..., self.token_ids.cpu(), :]
-        return self.target.linear(rows.flatten(0, -2))
+            return self.lm_head.shard(classifiers)
+        return classifiers[..., self.token_ids.to(classifiers.device), :]
+
+    def classifiers(self, weight: Tensor) -> PackedLinear:
+        """y = W x for the rows of shard()."""
+        whole = self.token_ids is None
+        linear = self.target.linear_of_rank if whole else self.target.linear
+        return linear(self.shard(weight).flatten(0, -2))
 
     def gather(self, logits: Tensor) -> Tensor:
         """The logits [..., size] of the products of classifiers."""
         return self.lm_head.gather(logits) if self.token_ids is None else logits
-
-
-class DraftedLMHead(LMHead):
-    """The LM head's rows of a draft vocabulary, which every rank has."""
-
-    tp_size = 1
-
-    def __init__(self, vocabulary: DraftVocabulary) -> None:
-        self.token_ids = vocabulary.token_ids
-        self.vocab_size = vocabulary.size
-        self.logits = vocabulary.logits  # type: ignore[method-assign]
-
-    def shard(self, classifiers: Tensor) -> Tensor:
-        return classifiers[..., self.token_ids, :]
 
 
 class Target:
@@ -416,10 +400,6 @@ class Target:
         size = tensor.shape[dim] // get_tensor_model_parallel_world_size()
         start = get_tensor_model_parallel_rank() * size
         return tensor.narrow(dim, start, size)
-
-    def all_reduce(self, summands: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, on every rank."""
-        return tensor_model_parallel_all_reduce(summands)
 
     def embedding(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""

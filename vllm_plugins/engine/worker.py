@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker: vLLM's own for the platform, with our model runner and step costs."""
 
-import functools
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
-from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 from vllm_ppd.vllm_plugins.engine.cpu import native
-from vllm_ppd.vllm_plugins.engine.dummy_steps import (
-    most_requests,
-    time_steps,
-)
 from vllm_ppd.vllm_plugins.engine.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
@@ -46,19 +40,10 @@ class StepCostsMixin:
         """Costs of steps with and without drafts; called by the scheduler's process, in
         every worker.
         """
-        runner = self.model_runner
-        config = runner.speculator.config
-        counts = counts_of(config.num_speculative_tokens, runner.device.type)
-        table = costs_of_engine(
-            config,
-            runner.vllm_config,
-            runner.speculator.counters,
-            most_requests(runner, plans_of(counts, config.num_exits)),
-            counts,
-            functools.partial(time_steps, runner),
-        )
-        if runner.speculator.lookup is not None:
-            runner.speculator.lookup.forget()  # dummy requests
+        table = costs_of_engine(self.model_runner)
+        lookup = self.model_runner.speculator.lookup
+        if lookup is not None:
+            lookup.forget()  # dummy requests
         return table
 
 

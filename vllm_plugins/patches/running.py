@@ -44,9 +44,8 @@ def validate_spec_decode(
     vLLM's sampler applies them to each row of logits, and our verification accepts only
     the tokens that this sampler draws.
     """
-    if speculative_config is None:
-        return
-    if not str(speculative_config.model).startswith(OURS):
+    model = getattr(speculative_config, "model", None)
+    if not str(model).startswith(OURS):
         original(self, speculative_config)
 
 

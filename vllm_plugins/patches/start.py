@@ -17,7 +17,10 @@ from vllm_ppd.vllm_plugins.config.activation import (
 )
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
-from vllm_ppd.vllm_plugins.config.refusals import refuse_complete_config
+from vllm_ppd.vllm_plugins.config.refusals import (
+    refuse_candidates,
+    refuse_complete_config,
+)
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.registry import SCHEDULERS
 
@@ -82,6 +85,7 @@ def create_engine_config(
     config = active_config(vllm_config)
     if config is not None:
         refuse_complete_config(config)
+        refuse_candidates(config, vllm_config.scheduler_config.max_num_seqs)
     return vllm_config
 
 

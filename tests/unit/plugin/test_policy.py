@@ -96,7 +96,11 @@ def served(
         random.Random(1),
     )
     result = run(
-        engine, DraftPolicy(table, 1), loads, lambda *_: accepts, skip=skip
+        engine,
+        DraftPolicy(table, 1, True, {}),
+        loads,
+        lambda *_: accepts,
+        skip=skip,
     )
     fixed = [
         run(
@@ -169,6 +173,8 @@ def test_drafts_come_back_where_the_text_changes() -> None:
             None,
         ),
         1,
+        True,
+        {},
     )
     poor = probability(1.02, K)
     good = probability(2.5, K)
@@ -186,7 +192,7 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
     accepts = probability(1.6, K)
     for requests, seconds, drafts in ((128, [1.0, 1.0], 0), (16, [1.0, 1.7], K)):
         table = CostTable(sizes=[1], counts=[0, K], seconds=[seconds])
-        policy = DraftPolicy(StepCosts(table), 1)
+        policy = DraftPolicy(StepCosts(table), 1, True, {})
         result = run(
             engine,
             policy,
@@ -198,7 +204,7 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
 
 def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
     table = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.5]])
-    policy = DraftPolicy(StepCosts(table), 2)
+    policy = DraftPolicy(StepCosts(table), 2, True, {})
     for _ in range(50):
         policy.observe(
             Step(
@@ -295,7 +301,7 @@ def test_the_best_exit_is_found(
             lambda _, exit: rates[exit],
             skip=2000,
         )
-        for policy in (DraftPolicy(table, 1), Fixed(best))
+        for policy in (DraftPolicy(table, 1, True, {}), Fixed(best))
     )
     assert result.gain >= 0.98 * fixed.gain >= 0.98
     assert result.plans.count(best) >= 0.9 * len(result.plans)
@@ -303,7 +309,7 @@ def test_the_best_exit_is_found(
 
 def test_the_exit_follows_the_text() -> None:
     engine = with_exits(1 / 8, 1 / 4)
-    policy = DraftPolicy(table_of(engine, [0, K], 16, None), 1)
+    policy = DraftPolicy(table_of(engine, [0, K], 16, None), 1, True, {})
     rates = [probability(length, K) for length in (1.3, 2.2)]
     result = run(
         engine,

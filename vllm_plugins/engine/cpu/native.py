@@ -19,7 +19,12 @@ import glob
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+)
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -35,7 +40,7 @@ from vllm_ppd.vllm_plugins.engine.cpu import (
     tables,
 )
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
-from vllm_ppd.vllm_plugins.platform import has_triton, is_cpu
+from vllm_ppd.vllm_plugins.platform import current, has_triton, is_cpu
 
 RUNNER = "vllm.v1.worker.gpu"
 
@@ -175,41 +180,31 @@ def _complete_triton(module: ModuleType) -> None:
     module.triton = completed  # type: ignore[attr-defined]
 
 
-@contextmanager
-def asynchronous() -> Iterator[None]:
-    """Within this context, a CPU's engine schedules as a GPU's would; vLLM turns
+def asynchronous() -> AbstractContextManager[None]:
+    """A context in which a CPU's engine schedules as a GPU's would; vLLM turns
     asynchronous scheduling off there.
     """
-    from vllm.platforms import current_platform
+    platform = current()
+    stock = platform.check_and_update_config
 
-    if not is_cpu():
-        yield
-        return
-    platform: Any = type(current_platform)
-    stock = vars(platform)["check_and_update_config"]
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    def check_and_update_config(vllm_config: Any) -> None:
         decided = vllm_config.scheduler_config.async_scheduling
-        stock.__get__(None, cls)(vllm_config)
+        stock(vllm_config)
         vllm_config.scheduler_config.async_scheduling = decided
 
-    platform.check_and_update_config = classmethod(check_and_update_config)
-    try:
-        yield
-    finally:
-        platform.check_and_update_config = stock
+    if not is_cpu():
+        return nullcontext()
+    return temporarily(platform, check_and_update_config=check_and_update_config)
 
 
 @contextmanager
 def accepted() -> Iterator[None]:
     """Within this context, vLLM's checks for Triton pass, if our kernels are to run instead."""
-    if not needed():
-        yield
-        return
+    names = ("vllm.config.vllm", "vllm.v1.worker.gpu_worker")
     with ExitStack() as checks:
-        for name in ("vllm.config.vllm", "vllm.v1.worker.gpu_worker"):
+        for name in names if needed() else ():
             module: Any = sys.modules.get(name)
-            if module is not None and hasattr(module, "HAS_TRITON"):
+            if module is not None:
                 checks.enter_context(temporarily(module, HAS_TRITON=True))
         yield
 

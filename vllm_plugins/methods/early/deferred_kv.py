@@ -21,7 +21,7 @@ from numpy import ndarray
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
+from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 
 
@@ -46,11 +46,22 @@ class SavedStates:
         self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
-    def store(self, rows: Tensor, state: CutState) -> None:
-        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs;
-        rows [tokens] int64, negative ones from the end.
+    def store(
+        self, rows: Tensor, state: CutState, width: int = 1, offset: int = 0
+    ) -> None:
+        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs.
+
+        Args:
+            rows: [tokens] int64, negative ones from the end.
+            state: of the tokens.
+            width: states of a row.
+            offset: which of them is written.
         """
-        write((self.hidden, self.residual), rows, state)
+        for store, values in zip(
+            (self.hidden, self.residual), state, strict=True
+        ):
+            if store is not None and values is not None:
+                store[offset::width][rows] = values
 
     def load(self, rows: Tensor) -> CutState:
         """Copies of the states at some rows: [tokens, hidden] each."""
@@ -58,13 +69,6 @@ class SavedStates:
         if residual is not None:
             residual = residual.index_select(0, rows)
         return self.hidden.index_select(0, rows), residual
-
-
-def write(target: CutState, rows: Tensor, state: CutState) -> None:
-    """Overwrite rows of a state."""
-    for store, values in zip(target, state, strict=True):
-        if store is not None and values is not None:
-            store[rows] = values
 
 
 class DeferredKV:
@@ -147,7 +151,7 @@ class DeferredKVCut(ModelCut):
     """The cut target; its forward starts from the saved states of a step that has them."""
 
     deferred: DeferredKV | None = None
-    passes: Any = None  # ShallowPasses
+    passes: Any = None  # ShallowPasses, for the drafter
     exit = 0  # index of the exit at which the step's drafts are read
 
     def forward(
@@ -177,25 +181,4 @@ class DeferredKVCut(ModelCut):
         )
         for stack in self.stacks[1 : self.exit + 1]:
             state = stack(positions, *state)
-        return state
-
-    def run(self, offset: int, token_ids: Tensor) -> CutState:
-        """Run the layers before the exit over one token per staged request, and keep
-        its state for the next step.
-
-        Args:
-            offset: tokens from the newest one, which is at 0.
-            token_ids: [requests] int64; an INVALID one runs as some token.
-
-        Returns:
-            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
-            rows that may not draft so far.
-        """
-        assert self.deferred is not None
-        state: CutState = self.passes.one_token(offset, token_ids)
-        # -1 for padding, whose states are the last request's
-        rows = self.passes.speculator.staging.staged.rows[: len(token_ids)]
-        saved = self.deferred.saved
-        of_offset = slice(offset, None, self.deferred.width)
-        write(rows_of((saved.hidden, saved.residual), of_offset), rows, state)
         return state

@@ -29,9 +29,8 @@ from vllm_ppd.model_patches.base import Adapter, CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.target import (
-    DraftedLMHead,
+    CopiedLMHead,
     DraftVocabulary,
-    LMHead,
     Target,
 )
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
@@ -66,7 +65,7 @@ class EarlyReader:
     def __init__(
         self,
         adapter: Adapter,
-        lm_head: LMHead,
+        lm_head: DraftVocabulary | CopiedLMHead,
         heads: EarlyHeads | None,
     ) -> None:
         self.adapter = adapter
@@ -131,21 +130,20 @@ class EarlyExitDrafter(Drafter):
     above gamma (ParaDecode, eq. 1).
     """
 
+    vocabulary: DraftVocabulary
+
     def load(self, config: DraftingConfig, target: Target) -> None:
         self.gamma = config.gamma
         self.cut = target.cut_after(config.exits, DeferredKVCut)
         heads, tensors = early_heads(config, target.device, target.dtype)
-        lm_head: LMHead = target.lm_head
-        if heads is not None and config.draft_vocab_size is not None:
-            self.vocabulary = DraftVocabulary(
-                config,
-                heads.config,
-                tensors,
-                target,
-                reads_lm_head=heads.form == "transform",
-            )
-            lm_head = DraftedLMHead(self.vocabulary)
-        self.reader = EarlyReader(self.cut.adapter, lm_head, heads)
+        self.vocabulary = DraftVocabulary(
+            config,
+            heads and heads.config,
+            tensors,
+            target,
+            reads_lm_head=heads is None or heads.form == "transform",
+        )
+        self.reader = EarlyReader(self.cut.adapter, self.vocabulary, heads)
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids = step.newest_ids
@@ -155,7 +153,7 @@ class EarlyExitDrafter(Drafter):
         looked_up = step.looked_up
         with_confidence = self.gamma > 0
         for offset in range(step.num_drafts):
-            state = self.cut.run(offset, token_ids)
+            state = self.cut.passes.run(offset, token_ids)
             sampling = step.sampling and step.sampling.ahead(offset)
             token_ids, confidence = self.reader.read(
                 exit_layer,
@@ -163,8 +161,7 @@ class EarlyExitDrafter(Drafter):
                 sampling,
                 with_confidence,
             )
-            if self.vocabulary is not None:
-                token_ids = self.vocabulary.ids(token_ids)
+            token_ids = self.vocabulary.ids(token_ids)
             drafts.append(token_ids)
             confidences.append(confidence)
             if looked_up is not None:
@@ -174,7 +171,7 @@ class EarlyExitDrafter(Drafter):
                     taken, looked_up.token_ids[:, offset], token_ids
                 )
         # For the last draft's state, from which the deep pass starts
-        self.cut.run(step.num_drafts, token_ids)
+        self.cut.passes.run(step.num_drafts, token_ids)
         tokens = torch.stack(drafts, dim=1)
         if not with_confidence:
             return Drafts(tokens)

@@ -36,16 +36,10 @@ class ShallowPasses:
         self.cut = cut
         self.vllm_config: Any = speculator.vllm_config
         self.device = speculator.device
-        requests = speculator.max_num_reqs
-        self.starts_cpu = torch.arange(requests + 1, dtype=torch.int32)
+        self.starts_cpu = torch.from_numpy(speculator.arange_np)
         self.starts = self.starts_cpu.to(self.device)
-        self.prefilling = torch.zeros(requests, dtype=torch.bool)
-        # Fixed inputs of a pass over one token per request, [requests], in vLLM's types
-        self.positions = torch.zeros(
-            requests, dtype=torch.int64, device=self.device
-        )
-        self.input_ids = self.positions.int()
-        self.seq_lens = self.positions.int()
+        # Fixed inputs of a pass over one token per request, vLLM's for drafts
+        self.buffers = speculator.input_buffers
         passes = speculator.num_speculative_steps + 1
         self.offsets = torch.arange(passes, device=self.device)[:, None]
         self.zero = torch.tensor(0, device=self.device)
@@ -74,16 +68,17 @@ class ShallowPasses:
         self.metadata = None
         self.bounds = bounds
 
-    def one_token(self, offset: int, token_ids: Tensor) -> CutState:
-        """The layers before the step's exit on a token of each staged request; rows of
-        padding write no KV.
+    def run(self, offset: int, token_ids: Tensor) -> CutState:
+        """Run the layers before the step's exit on a token of each staged request, and
+        keep its state for the next step; rows of padding write no KV.
 
         Args:
             offset: of the tokens from the newest ones; 0 first.
             token_ids: [requests] int64; INVALID ones run as token 0.
 
         Returns:
-            States, [requests, hidden].
+            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in
+            rows that may not draft so far.
         """
         requests = len(token_ids)
         staged = self.speculator.staging.staged
@@ -97,11 +92,11 @@ class ShallowPasses:
                 self.wanted < limit, staged.rows[:requests], self.no_row
             )
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-        input_ids = self.input_ids[:requests]
-        positions = self.positions[:requests]
+        input_ids = self.buffers.input_ids[:requests]
+        positions = self.buffers.positions[:requests]
         torch.maximum(token_ids, self.zero, out=input_ids)
         torch.clamp(self.wanted[offset], max=limit - 1, out=positions)
-        torch.add(positions, 1, out=self.seq_lens[:requests])
+        torch.add(positions, 1, out=self.buffers.seq_lens[:requests])
         slots = None
         if not self.without_attention:
             mappings = self.speculator.block_tables.compute_slot_mappings(
@@ -123,7 +118,12 @@ class ShallowPasses:
                 slot_mapping=slots,
             ),
         ):
-            return self.cut.shallow(input_ids, positions)
+            state = self.cut.shallow(input_ids, positions)
+        deferred = self.speculator.deferred
+        # -1 for padding, whose states are the last request's
+        rows = staged.rows[:requests]
+        deferred.saved.store(rows, state, deferred.width, offset)
+        return state
 
     def _bring_up_to_date(
         self,
@@ -164,11 +164,11 @@ class ShallowPasses:
             query_start_loc_gpu=self.starts[: requests + 1],
             query_start_loc_cpu=self.starts_cpu[: requests + 1],
             max_query_len=1,
-            seq_lens=self.seq_lens[:requests],
+            seq_lens=self.buffers.seq_lens[:requests],
             block_tables=[table[:requests] for table in tables],
             slot_mappings=mappings,
-            positions=self.positions[:requests],
-            is_prefilling=self.prefilling[:requests],
+            positions=self.buffers.positions[:requests],
+            is_prefilling=self.speculator.draft_is_prefilling[:requests],
         )
 
 

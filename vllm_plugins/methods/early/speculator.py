@@ -57,12 +57,8 @@ class DeferredKVSpeculator(Speculator):
 
     # The target -----------------------------------------------------------------------
 
-    def load_draft_model(
-        self,
-        target_model: Any,
-        target_attn_layer_names: set[str],
-    ) -> Any:
-        super().load_draft_model(target_model, target_attn_layer_names)
+    def load_draft_model(self, *args: Any) -> Any:
+        super().load_draft_model(*args)
         cut = self.cut = self.drafter.cut
         rows = self.max_num_reqs
         drafts = self.num_speculative_steps

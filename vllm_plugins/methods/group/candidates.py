@@ -15,6 +15,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
 from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep
 
 NONE = -1  # no request row, no block
 
@@ -211,26 +212,24 @@ class Progress:
     still run through the first stage), or out (the request ended).
 
     Args:
-        positions: of the scheduled tokens.
-        allowance: tokens that each request may emit.
+        step: of which this is the progress.
         lengths: the most tokens of each request, prompt included.
         stops: tokens that end each request.
     """
 
     def __init__(
         self,
-        positions: ndarray,
-        allowance: ndarray,
+        step: GroupStep,
         lengths: ndarray,
         stops: Sequence[set[int]],
     ) -> None:
-        count = len(positions)
+        count = step.size
         self.lengths = lengths
         self.stops = stops
-        self.position = positions.copy()  # of the token at hand
+        self.position = step.positions.copy()  # of the token at hand
         # The token at hand, once one was emitted
         self.token = np.zeros(count, dtype=np.int64)
-        self.allowance = allowance
+        self.allowance = step.allowance
         self.emitted = np.zeros(count, dtype=np.int64)
         self.ready = np.ones(count, dtype=bool)
         self.missed = np.zeros(count, dtype=bool)

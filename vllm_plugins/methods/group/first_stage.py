@@ -63,7 +63,7 @@ class FirstStage(Stage):
         exits = (self.depth,) if self.depth < self.split else ()
         self.take(model, exits, (0, self.split))
         self._load_reader()
-        self.requests = min(
+        requests = min(
             config.disable_by_batch_size or 1,
             vllm_config.scheduler_config.max_num_seqs,
         )
@@ -80,7 +80,7 @@ class FirstStage(Stage):
         # By request row, the position of a state that the next step may use
         self.carried = np.full(rows, NONE)
         self.candidates = Candidates(
-            self.runner, self.cut, config.candidates, self.requests
+            self.runner, self.cut, config.candidates, requests
         )
         self._stops: dict[str, set[int]] = {}  # of requests by name
         # Arguments of Candidates.copy for written entries that the other candidates
@@ -118,15 +118,6 @@ class FirstStage(Stage):
         self.cut.adapter.decoder.norm.weight.data.copy_(weights["norm"])
         if self.reads_target:
             self.lm_head.load(weights["shard"], weights["bias"])
-
-    def reserve_blocks(self, kv_cache_config: Any) -> None:
-        self.candidates.reserve(kv_cache_config)
-
-    @torch.inference_mode()
-    def profile(self) -> None:
-        rows = np.arange(self.requests)
-        state = self.states.load(self.index(rows))
-        self.reader.candidates(self.split, state, self.candidates.count)
 
     # A step's forward -----------------------------------------------------------------
 
@@ -185,7 +176,7 @@ class FirstStage(Stage):
         longest = self.runner.req_states.max_seq_len[step.request_rows]
         lengths = np.minimum(longest, self.runner.max_model_len)
         stops = [self._stops[name] for name in step.names]
-        progress = Progress(step.positions, step.allowance, lengths, stops)
+        progress = Progress(step, lengths, stops)
         sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
@@ -246,18 +237,18 @@ class FirstStage(Stage):
 
     def _run_candidates(
         self, progress: Progress, speculating: ndarray, missed: ndarray
-    ) -> tuple[CutState | None, ndarray]:
+    ) -> tuple[CutState, ndarray]:
         """The first stack over k candidates of some rows, and over the missed tokens of
         others.
 
         Returns:
-            (states [len(speculating) * k + len(missed), hidden]; None if there are
-            none, candidates [len(speculating), k]).
+            (states [len(speculating) * k + len(missed), hidden], candidates
+            [len(speculating), k]).
         """
         assert self.step is not None
         k = self.candidates.count
         if not len(speculating) and not len(missed):
-            return None, np.zeros((0, k), dtype=np.int64)
+            return self._states_of(missed), np.zeros((0, k), dtype=np.int64)
         token_ids = torch.zeros(
             0, k, dtype=torch.int64, device=self.runner.device
         )
@@ -272,15 +263,17 @@ class FirstStage(Stage):
             self.candidates.blocks(*of_candidates).flatten(0, 1),
             self.candidates.own(self.step.request_rows[missed], positions),
         ]
-        tokens = self.tokens(
-            np.concatenate([np.repeat(speculating, k), missed]),
-            np.concatenate([np.repeat(starts, k), positions]),
-            torch.cat(blocks),
-        )
         missed_ids = self.index(progress.token[missed])
         ids = torch.cat([token_ids.flatten(), missed_ids])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
-        return self.passes.first(tokens, ids), token_ids.cpu().numpy()
+        rows = np.concatenate([np.repeat(speculating, k), missed])
+        state = self.passes.first(
+            self.step.request_rows[rows],
+            np.concatenate([np.repeat(starts, k), positions]),
+            torch.cat(blocks),
+            ids,
+        )
+        return state, token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
         """Run the missed tokens through the first stage."""
@@ -295,7 +288,7 @@ class FirstStage(Stage):
         self,
         progress: Progress,
         rows: ndarray,
-        state: CutState | None,
+        state: CutState,
         places: ndarray,
         winners: ndarray,
     ) -> None:
@@ -309,14 +302,14 @@ class FirstStage(Stage):
         """
         if not len(rows):
             return
-        assert state is not None and self.step is not None
+        assert self.step is not None
         state = rows_of(state, self.index(places))
         positions = progress.position[rows]
+        request_rows = self.step.request_rows[rows]
         if len(self.cut.stacks) > 1:
-            state = self.passes.last(self.tokens(rows, positions), state)
+            state = self.passes.last(request_rows, positions, state)
             layers = len(rows) * (self.split - self.depth)
             self.counters.add("group_first_stage_layers", layers)
-        request_rows = self.step.request_rows[rows]
         self.states.store(self.index(request_rows), state)
         progress.ready[rows] = True
         progress.missed[rows] = False

@@ -61,7 +61,7 @@ class LastStage(Stage):
             if micro_step == self.micro_steps:
                 break
             rows, state, counted = self.channel.frame(count)
-            self.counters.take_in(counted)
+            self.counters.values += counted
             if not len(rows):
                 break
             positions = self.step.positions[rows] + emitted[rows]
@@ -89,8 +89,8 @@ class LastStage(Stage):
             state: after layer d_bar.
         """
         assert self.step is not None
-        hidden = self.passes.last(self.tokens(rows, positions), state)
         request_rows = self.step.request_rows[rows]
+        hidden = self.passes.last(request_rows, positions, state)
         index = self.index(request_rows)
         local_positions = torch.zeros_like(index, dtype=torch.int32)
         sampled, _ = self.runner.sampler.sample(

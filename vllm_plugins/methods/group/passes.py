@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of a stage's layers outside of vLLM's own forward, into vLLM's paged KV cache."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,6 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 
 
-class Tokens(NamedTuple):
-    """A token each of some requests, which may repeat with last blocks of their own."""
-
-    rows: np.ndarray  # [tokens] request rows of vLLM's block tables
-    positions: np.ndarray  # [tokens] int64
-    # [tokens, KV cache groups] int32, the blocks that hold the tokens; None: those of the
-    # block tables
-    blocks: Tensor | None = None
-
-
 class StagePasses:
     """Runs stacks of a stage.
 
@@ -42,45 +32,68 @@ class StagePasses:
         self.runner = runner
         self.cut = cut
 
-    def first(self, tokens: Tokens, token_ids: Tensor) -> CutState:
-        """Stack 0 over tokens by their IDs [tokens]: the states at its end."""
+    def first(
+        self,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        blocks: Tensor,
+        token_ids: Tensor,
+    ) -> CutState:
+        """Stack 0 over a token each of some requests, which may repeat with last blocks
+        of their own: the states at its end.
+
+        Args:
+            rows: [tokens] request rows of vLLM's block tables.
+            positions: [tokens] int64.
+            blocks: [tokens, KV cache groups] int32, which hold the tokens.
+            token_ids: [tokens].
+        """
         # Compiled stacks have no guards: IDs need exactly the layout of vLLM's.
         ids = token_ids.to(torch.int32).contiguous()
-        return self._run(0, tokens, ids)
+        return self._run(0, rows, positions, blocks, ids)
 
-    def last(self, tokens: Tokens, state: CutState) -> Any:
+    def last(
+        self, rows: np.ndarray, positions: np.ndarray, state: CutState
+    ) -> Any:
         """The stage's last stack over tokens, from states at the end of the one before
-        it.
+        it; rows and positions as in first.
 
         Returns:
             States on the first stage, normed hidden states [tokens, hidden] on the
             last.
         """
-        return self._run(-1, tokens, *state)
+        return self._run(-1, rows, positions, None, *state)
 
-    def _run(self, level: int, tokens: Tokens, *inputs: Tensor | None) -> Any:
+    def _run(
+        self,
+        level: int,
+        rows: np.ndarray,
+        positions_np: np.ndarray,
+        blocks: Tensor | None,
+        *inputs: Tensor | None,
+    ) -> Any:
         runner = self.runner
-        count = len(tokens.rows)
+        count = len(rows)
         graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
-        positions = async_tensor_h2d(tokens.positions, device=runner.device)
-        tables, slots = self._blocks(tokens, positions, graph.num_tokens)
-        metadata = self._metadata(tokens, positions, tables, slots)
-        arguments = (
-            (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+        positions = async_tensor_h2d(positions_np, device=runner.device)
+        tables, slots = self._blocks(rows, positions, blocks, graph.num_tokens)
+        buffers = runner.input_buffers
+        arguments: tuple[Any, ...] = (positions, *inputs)
+        places: tuple[Any, ...] = (
+            buffers.positions,
+            *(self.cut.graph_buffers or ()),
         )
+        if level == 0:
+            arguments = (*inputs, positions)
+            places = (buffers.input_ids, buffers.positions)
         if graph.cg_mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
-            buffers = runner.input_buffers
-            places: tuple[Any, ...] = (buffers.input_ids, buffers.positions)
-            if len(inputs) > 1:
-                assert self.cut.graph_buffers is not None
-                places = (buffers.positions, *self.cut.graph_buffers)
             arguments = tuple(
                 _padded(argument, place, graph.num_tokens)
                 for argument, place in zip(arguments, places, strict=True)
             )
         with set_forward_context(
-            metadata,
+            self._metadata(positions_np, positions, tables, slots),
             runner.vllm_config,
             num_tokens=graph.num_tokens,
             cudagraph_runtime_mode=graph.cg_mode,
@@ -95,24 +108,30 @@ class StagePasses:
         return rows_of(output, slice(count))
 
     def _blocks(
-        self, tokens: Tokens, positions: Tensor, padded: int
+        self,
+        rows: np.ndarray,
+        positions: Tensor,
+        blocks: Tensor | None,
+        padded: int,
     ) -> tuple[list[Tensor], Tensor]:
-        """Block tables [tokens, blocks] of each KV cache group, and KV slots [groups, padded]."""
+        """Block tables [tokens, blocks] of each KV cache group, with blocks of the tokens'
+        own in their places, and KV slots [groups, padded].
+        """
         block_tables = self.runner.block_tables
-        rows = async_tensor_h2d(tokens.rows, device=self.runner.device)
+        index = async_tensor_h2d(rows, device=self.runner.device)
         tables = []
         slots = []
         groups = zip(
             block_tables.block_tables, block_tables.block_sizes, strict=True
         )
         for group, (staged, size) in enumerate(groups):
-            table = staged.gpu.index_select(0, rows)
+            table = staged.gpu.index_select(0, index)
             columns = (positions // size)[:, None]
-            if tokens.blocks is not None:
-                table.scatter_(1, columns, tokens.blocks[:, group, None])
-            blocks = table.gather(1, columns)[:, 0].long()
+            if blocks is not None:
+                table.scatter_(1, columns, blocks[:, group, None])
+            held = table.gather(1, columns)[:, 0].long()
             tables.append(table)
-            slots.append(blocks * size + positions % size)
+            slots.append(held * size + positions % size)
         padding = 0, padded - len(positions)
         padded_slots = functional.pad(
             torch.stack(slots), padding, value=PAD_SLOT_ID
@@ -121,16 +140,16 @@ class StagePasses:
 
     def _metadata(
         self,
-        tokens: Tokens,
+        positions_np: np.ndarray,
         positions: Tensor,
         tables: list[Tensor],
         slots: Tensor,
     ) -> dict[str, Any]:
         """Attention metadata by layer name, with every token as a request of its own."""
         runner = self.runner
-        count = len(tokens.rows)
+        count = len(positions)
         starts = torch.arange(count + 1, dtype=torch.int32)
-        lengths = torch.from_numpy(tokens.positions.astype(np.int32) + 1)
+        lengths = torch.from_numpy(positions_np.astype(np.int32) + 1)
         return build_attn_metadata(
             attn_groups=runner.attn_groups,
             num_reqs=count,

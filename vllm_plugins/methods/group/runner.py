@@ -7,7 +7,6 @@ Overrides, each of which calls vLLM's:
                           reach it
     load_model            cuts the stage
     initialize_kv_cache   room for the candidates' tail blocks
-    profile_run           candidates also take memory
     execute_model         a group step becomes a step of one token per request
     prepare_inputs        the stage learns the order of the batch
     sample                the micro-steps of the last stage
@@ -77,13 +76,10 @@ class GroupModelRunner(UpdatedRunner, ModelRunner):
     def initialize_kv_cache(
         self, kv_cache_config: Any, *args: Any, **kwargs: Any
     ) -> None:
-        kv_cache_config = copy.deepcopy(kv_cache_config)
-        self.stage.reserve_blocks(kv_cache_config)
+        if isinstance(self.stage, FirstStage):
+            kv_cache_config = copy.deepcopy(kv_cache_config)
+            self.stage.candidates.reserve(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-
-    def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        super().profile_run(*args, **kwargs)
-        self.stage.profile()
 
     def execute_model(
         self, scheduler_output: Any, *args: Any, **kwargs: Any

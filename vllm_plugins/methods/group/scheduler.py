@@ -12,8 +12,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.refusals import refuse_candidates
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.config.request_options import (
     request_options,
     sees_each_token,
@@ -28,10 +27,8 @@ class GroupScheduler(CountingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        config = active_config(self.vllm_config)
-        assert config is not None and config.disable_by_batch_size is not None
-        # A default is not known earlier
-        refuse_candidates(config, self.max_num_running_reqs)
+        config = required_config(self.vllm_config, self)
+        assert config.disable_by_batch_size is not None
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
         # vLLM pads a request with one token to compute, unless drafts depend on the
@@ -44,9 +41,8 @@ class GroupScheduler(CountingScheduler):
     def has_requests(self) -> bool:
         # A second batch in flight would wait for the group, and its requests could
         # never join the first one's.
-        return super().has_requests() and not (
-            self._is_small() and self._in_flight()
-        )
+        in_flight = any(request.num_in_flight_tokens for request in self.running)
+        return super().has_requests() and not (self._is_small() and in_flight)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         group_step = self._is_small() and self._all_decode()
@@ -59,13 +55,10 @@ class GroupScheduler(CountingScheduler):
     def _is_small(self) -> bool:
         return sum(self.get_request_counts()) <= self.most_requests
 
-    def _in_flight(self) -> bool:
-        return any(request.num_in_flight_tokens > 0 for request in self.running)
-
     def _all_decode(self) -> bool:
         return self.get_request_counts()[1] == 0 and all(
             request.num_computed_tokens >= request.num_tokens - 1
-            and not _needs_plain_steps(request)
+            and not _needs_plain_steps(request.sampling_params)
             for request in self.running
         )
 
@@ -79,9 +72,8 @@ class GroupScheduler(CountingScheduler):
         return max(0, min(options.most_drafts(self.placeholders), left))
 
 
-def _needs_plain_steps(request: Request) -> bool:
+def _needs_plain_steps(params: Any) -> bool:
     """Whether a request needs plain steps, for logprobs or a thinking budget."""
-    params: Any = request.sampling_params
     return (
         params.num_logprobs is not None
         or params.thinking_token_budget is not None

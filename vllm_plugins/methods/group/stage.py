@@ -37,7 +37,7 @@ from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.cpu.native import unlink_shared_memory
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
-from vllm_ppd.vllm_plugins.methods.group.passes import StagePasses, Tokens
+from vllm_ppd.vllm_plugins.methods.group.passes import StagePasses
 
 
 class GroupStep(NamedTuple):
@@ -89,12 +89,6 @@ class Stage:
         self.passes = StagePasses(self.runner, self.cut)
         self.channel = StageChannel(hidden_size, dtype, device)
 
-    def reserve_blocks(self, kv_cache_config: Any) -> None:
-        """Add KV blocks to vLLM's before they are allocated."""
-
-    def profile(self) -> None:
-        """Take the memory of a group step's largest work."""
-
     def refresh(self) -> None:
         """Exchange the copies of the target's weights again, on both stages, after
         these have changed.
@@ -132,16 +126,6 @@ class Stage:
     def end_forward(self, output: Any) -> Any:
         """End the forward of a group step's first tokens: the output for the next stage."""
         return output
-
-    def tokens(
-        self,
-        rows: ndarray,
-        positions: ndarray,
-        blocks: Tensor | None = None,
-    ) -> Tokens:
-        """Tokens of batch rows, for a pass."""
-        assert self.step is not None
-        return Tokens(self.step.request_rows[rows], positions, blocks)
 
     def index(self, values: ndarray) -> Tensor:
         """An array of indices on the device."""

@@ -389,7 +389,7 @@ def test_machines_without_runner_v2(
     from_dict(tiny_model(), None)  # vLLM's own
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     from_dict(tiny_model(), given, use_fp64_gumbel=True)  # lookups draw nothing
-    monkeypatch.setattr(platform, "runs_v2", lambda: False)
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
     with refused(
         "needs Triton on a GPU, which vLLM did not find; install triton"
     ):

@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
 from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
 from vllm_ppd.vllm_plugins.patches import running
 
@@ -98,7 +98,7 @@ def test_counts_arrive_once_where_vllms_do() -> None:
     worker = Counters()
     for name, amount in amounts.items():
         worker.add(name, amount)
-    before = {name: value(name) for name in amounts}, totals()["deferred_steps"]
+    before = {name: value(name) for name in amounts}
     scheduler = Counting(log_stats=True)
     for made in (output(worker), output(worker)):
         stats = sent(scheduler.step(made))
@@ -109,19 +109,15 @@ def test_counts_arrive_once_where_vllms_do() -> None:
             engine_idx=1,
         )
         assert stats.kv_connector_stats is None
-    assert {name: value(name) - before[0][name] for name in amounts} == amounts
-    assert totals()["deferred_steps"] - before[1] == 2
+    assert {name: value(name) - before[name] for name in amounts} == amounts
 
 
 def test_statistics_that_are_off_hold_nothing_back() -> None:
-    """Benchmarks count without statistics."""
     worker = Counters()
     scheduler = Counting(log_stats=False)
-    before = totals()["fallback_steps"]
     for _ in range(3):
         worker.add("fallback_steps")
         assert scheduler.step(output(worker)) is None
-    assert totals()["fallback_steps"] - before == 3
     assert not scheduler._pending
 
 
