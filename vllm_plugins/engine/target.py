@@ -16,6 +16,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
 )
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -400,6 +401,10 @@ class Target:
         size = tensor.shape[dim] // get_tensor_model_parallel_world_size()
         start = get_tensor_model_parallel_rank() * size
         return tensor.narrow(dim, start, size)
+
+    def all_reduce(self, summands: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, on every rank."""
+        return tensor_model_parallel_all_reduce(summands)
 
     def embedding(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""
