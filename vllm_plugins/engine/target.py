@@ -16,6 +16,7 @@ from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
 )
 from vllm.lora.layers import BaseLayerWithLoRA, VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -355,6 +356,8 @@ class Target:
     """
 
     cut: ModelCut
+    # The sum of the ranks' tensors, on every rank
+    all_reduce = staticmethod(tensor_model_parallel_all_reduce)
 
     def __init__(
         self, model: Any, vllm_config: Any, device: torch.device

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_reduce
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
@@ -61,7 +60,7 @@ class ParallelRecurrence(Recurrence):
 
     def joined(self, skip: Tensor, gated: Tensor) -> Tensor:
         self.target.part(gated, 1).add_(skip)
-        return tensor_model_parallel_all_reduce(gated)
+        return self.target.all_reduce(gated)
 
 
 def recurrence_of(tensors: Mapping[str, Tensor], target: Target) -> Recurrence:
