@@ -356,6 +356,8 @@ class Target:
     """
 
     cut: ModelCut
+    # The sum of the ranks' tensors, on every rank
+    all_reduce = staticmethod(tensor_model_parallel_all_reduce)
 
     def __init__(
         self, model: Any, vllm_config: Any, device: torch.device
