@@ -58,9 +58,8 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     weights = torch.zeros(batch, RANK, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
     limits = torch.tensor([0.7, UNLIMITED, 1.0], device=device)
-    sampled = Sampling(
-        *limits[:, None].repeat(1, batch), seeds=first, positions=first
-    )
+    heat, top_k, top_p = limits[:, None].repeat(1, batch)
+    sampled = Sampling(heat, top_k, top_p, seeds=first, positions=first)
     yield "draft_chain, greedy", draft_chain, (weights, logits, first, None)
     yield "draft_chain, sampled", draft_chain, (weights, logits, first, sampled)
     scores = (
