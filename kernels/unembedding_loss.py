@@ -18,7 +18,7 @@ from vllm_ppd.kernels.sampling import at_least_float32
 
 # Logits held at once: as many as a CPU's caches hold (1.8 times faster than 2^23), or
 # enough to fill a GPU.
-CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
+CHUNK_ELEMENTS = {"cpu": 1 << 19}
 # With fewer rows, each chunk reads a large unembedding for little work: 2.2 times
 # slower with 16 rows of 49,152 tokens.
 LEAST_ROWS = 128
@@ -26,7 +26,7 @@ LEAST_ROWS = 128
 
 def rows_a_chunk(unembedding: Tensor) -> int:
     """Rows whose logits are computed together."""
-    elements = CHUNK_ELEMENTS.get(unembedding.device.type, CHUNK_ELEMENTS["cuda"])
+    elements = CHUNK_ELEMENTS.get(unembedding.device.type, 1 << 25)
     return max(LEAST_ROWS, elements // len(unembedding))
 
 

@@ -404,10 +404,6 @@ class Target:
         start = get_tensor_model_parallel_rank() * size
         return tensor.narrow(dim, start, size)
 
-    def all_reduce(self, summands: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, on every rank."""
-        return tensor_model_parallel_all_reduce(summands)
-
     def embedding(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
         """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""
         with set_current_vllm_config(self.vllm_config), self.device:
