@@ -57,16 +57,9 @@ def cases(batch: int, vocab: int, device: torch.device) -> Iterator[Case]:
     logits = torch.randn(shape, dtype=torch.bfloat16, device=device)
     weights = torch.zeros(batch, RANK, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
-<<<<<<< HEAD
-    temperatures = torch.full_like(weights[:, 0], 0.7)
-    top_k = torch.full_like(first, UNLIMITED)
-    top_p = torch.ones_like(temperatures)
-    sampled = Sampling(temperatures, top_k, top_p, first, first)
-=======
     limits = torch.tensor([0.7, UNLIMITED, 1.0], device=device)
     heat, top_k, top_p = limits[:, None].repeat(1, batch)
     sampled = Sampling(heat, top_k, top_p, seeds=first, positions=first)
->>>>>>> cut3
     yield "draft_chain, greedy", draft_chain, (weights, logits, first, None)
     yield "draft_chain, sampled", draft_chain, (weights, logits, first, sampled)
     scores = (
