@@ -165,7 +165,8 @@ def test_steps_are_described_and_learnt(
     names = ["greedy", "sampling"]
     kinds = [GREEDY + LOOKED_UP, 0]
     assert asked[-1] == (3, 0, names, kinds)
-    assert seen[-1][2:] == (names, kinds, [1 + K, 1])
+    accepted = [list(part) for part in seen[-1][2:]]
+    assert accepted == [names, kinds, [1 + K, 1]]
     add("prompt", 150, 0.0, True)
     step = run(
         greedy=1,
