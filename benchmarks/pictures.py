@@ -19,7 +19,7 @@ from vllm_ppd.benchmarks.report import (
     speed_up,
     stored,
 )
-from vllm_ppd.benchmarks.storage import Run, turns_of
+from vllm_ppd.benchmarks.storage import Run
 
 THEMES = {"": "default", "-dark": "dark_background"}
 # Text stays text, and the same picture is the same file
@@ -35,7 +35,6 @@ COLORS = {
     "lookup": "#8fa8f0",
     "cp": "#4f9be8",
     "cp + lookup": "#2460c8",
-    "ppd": "#2460c8",
     "group": "#7a63d8",
 }
 SYNTHETIC = "(synthetic), one H200, bfloat16, greedy"
@@ -44,7 +43,6 @@ SPEEDS = {
     "gpu_decode_4b": f"SmolLM2-135M widened to 4.0B {SYNTHETIC}",
     "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, bfloat16, greedy",
 }
-TURNS = 4  # whose mean is a point of a curve
 
 
 def greedy_runs(name: str) -> list[Run]:
@@ -132,36 +130,10 @@ def draw_categories(axes: Axes, name: str) -> None:
     )
 
 
-def draw_learning(axes: Axes, name: str) -> None:
-    """Tokens a step of each system over tokens that it has served."""
-    (run,) = stored(name)
-    for system in ("lookup", "ppd"):
-        turns = turns_of(run, contender=system)
-        starts = range(0, len(turns), TURNS)
-        counts = [
-            (turn["request_steps"], turn["accepted_tokens"]) for turn in turns
-        ]
-        steps, accepted = np.add.reduceat(counts, starts).T
-        axes.plot(
-            np.cumsum(steps + accepted),
-            1 + accepted / steps,
-            color=COLORS[system],
-            label=system,
-        )
-    axes.set(
-        title="SmolLM2-135M-Instruct, T 0.8, 8 requests at a time, drafts in every step\n"
-        f"{run['time'][:10]}, commit {run['git'][:7]}",
-        xlabel="tokens served",
-        ylabel="tokens per step of a request",
-    )
-    axes.legend()
-
-
 PICTURES = {
     **dict.fromkeys(SPEEDS, draw_speeds),
     "predicted": draw_predictions,
     "acceptance": draw_categories,
-    "learning": draw_learning,
 }
 
 
