@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of `ppd train`: AdamW, or Muon for matrices with AdamW for the rest."""
+"""The optimizers of `ppd train`: AdamW, or Muon for matrices and AdamW for other parameters."""
 
 from __future__ import annotations
 
