@@ -103,6 +103,16 @@ def cells_of(table: str) -> list[list[str]]:
     ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def classes_are_inspected_here() -> Iterator[None]:
+    """vLLM inspects a model's class in a process of its own, which takes over ten seconds."""
+    from vllm.model_executor.models import registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        yield
+
+
 @pytest.fixture(scope="session")
 def made_once(
     tmp_path_factory: pytest.TempPathFactory,
@@ -171,8 +181,9 @@ def start_engine(
     on_v2: bool = False,
     **settings: Any,
 ) -> Any:
-    """A vLLM engine in float32 with a small KV cache. Ours always makes every draft, and
-    heads and exits draft without lookups, unless told otherwise.
+    """A vLLM engine in float32 with a small KV cache. Ours always makes every draft,
+    heads and exits draft without lookups, and steps are scheduled asynchronously, as on a
+    GPU, unless told otherwise.
 
     Args:
         model: its folder.
@@ -182,6 +193,7 @@ def start_engine(
         settings: of vLLM.
     """
     import plain_v2
+    from forkserver import forking_workers
     from vllm import LLM
 
     from vllm_ppd.vllm_plugins.config.naming import is_ours
@@ -192,6 +204,8 @@ def start_engine(
         if {"model", "exit_layer"} & speculative_config.keys():
             alone["prompt_lookup_min"] = 0
         speculative_config = {**alone, **speculative_config}
+        if settings.get("pipeline_parallel_size", 1) == 1:
+            settings = {"async_scheduling": True, **settings}
 
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -208,7 +222,10 @@ def start_engine(
     }
     if on_v2:
         defaults["additional_config"] = plain_v2.MARK
-    with plain_v2.starting() if on_v2 else contextlib.nullcontext():
+    with (
+        plain_v2.starting() if on_v2 else contextlib.nullcontext(),
+        forking_workers(),
+    ):
         llm = LLM(
             model=str(model),
             speculative_config=speculative_config,

@@ -80,9 +80,11 @@ def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(
     tiny_model: Factory,
 ) -> None:
     """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a
-    closed list of methods.
+    closed list of methods. On a CPU it is off unless a user asks for it, as in vLLM.
     """
-    vllm_config = from_dict(tiny_model(), OURS)
+    unasked = from_dict(tiny_model(), OURS).scheduler_config
+    assert unasked.async_scheduling is not current_platform.is_cpu()
+    vllm_config = from_dict(tiny_model(), OURS, async_scheduling=True)
     assert vllm_config.use_v2_model_runner
     assert vllm_config.scheduler_config.async_scheduling
     assert not vllm_config._get_v2_model_runner_unsupported_features()

@@ -46,7 +46,11 @@ def scheduler(tiny_model: Factory) -> Factory:
             "adaptive": "table",
         }
         vllm_config = from_dict(
-            tiny_model(), options, enable_prefix_caching=False, **settings
+            tiny_model(),
+            options,
+            enable_prefix_caching=False,
+            async_scheduling=True,
+            **settings,
         )
         vllm_config.cache_config.num_gpu_blocks = 64
         vllm_config.parallel_config.data_parallel_size = 2

@@ -6,6 +6,7 @@ derives from its configuration.
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
@@ -159,13 +160,15 @@ def complete_config(
     original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its
-    own methods, by our scheduler.
+    own methods, by our scheduler. On a CPU only where a user asks for it: vLLM executes a
+    step there while it schedules, so a token would wait for the step after its own.
 
     On a CPU without Triton, runner V2 has kernels of ours.
     """
     config = active_config(self)
     if config is None:
         return original(self, *args, **kwargs)
+    requested = bool(self.scheduler_config.async_scheduling)
     from vllm.config import vllm as module
 
     from vllm_ppd.vllm_plugins.engine.cpu import native
@@ -173,7 +176,7 @@ def complete_config(
     methods: Any = Literal[(*get_args(module.NgramGPUTypes), "custom_class")]
     with (
         native.accepted(),
-        native.asynchronous(),
+        native.asynchronous() if requested else nullcontext(),
         temporarily(module, NgramGPUTypes=methods),
     ):
         original(self, *args, **kwargs)

@@ -181,8 +181,8 @@ def _complete_triton(module: ModuleType) -> None:
 
 
 def asynchronous() -> AbstractContextManager[None]:
-    """A context in which a CPU's engine schedules as a GPU's would; vLLM turns
-    asynchronous scheduling off there.
+    """A context in which vLLM keeps asynchronous scheduling on a CPU, where it turns that
+    off.
     """
     platform = current()
     stock = platform.check_and_update_config
