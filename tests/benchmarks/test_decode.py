@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import DEMO, ROOT
+from forkserver import Forkserver
 from records import templated, write
 
-from vllm_ppd.benchmarks import decode
+from vllm_ppd.benchmarks import decode, engine
 from vllm_ppd.benchmarks.decode import acceptance_trials, is_whole, speed_trials
 from vllm_ppd.benchmarks.prompts import Prompt, read_prompts
 from vllm_ppd.benchmarks.storage import (
@@ -164,9 +166,14 @@ def test_a_killed_run_continues(command: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_acceptance_of_all_prompts(
-    command: list[str], tmp_path: Path, capsys: Any
+    command: list[str],
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of real engines."""
+    forking = SimpleNamespace(get_context=lambda _: Forkserver())
+    monkeypatch.setattr(engine, "multiprocessing", forking)
     assert main([*command, "--acceptance", "--batch-sizes=3"]) == 0
     measured = turns(tmp_path)
     # Four prompts of each category, in batches of at most three

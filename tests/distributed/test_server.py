@@ -13,14 +13,17 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import memorized
 import pytest
-from cases import SCHEMA
-from conftest import Factory
+from cases import SCHEMA, greedy
+from conftest import Factory, keep_alive
+from forkserver import Forkserver
+from prometheus_client import REGISTRY
 from server import LOGGED, VLLM, Server
+from vllm import LLM
+from vllm.v1.engine import utils as engine_utils
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -106,24 +109,39 @@ def test_completion_and_counters(server: Server) -> None:
     assert change["ppd:drafting_seconds_total"] > 0
 
 
-def test_a_served_engine_chooses_by_step_costs(
-    tiny_model: Factory, tmp_path: Path
-) -> None:
-    """Its process is spawned, and loads plugins while it makes the engine."""
-    running = Server(
-        tiny_model(),
-        tmp_path / "log",
-        "--speculative-model",
-        "ppd",
-        "--max-model-len",
-        "128",
+def served_steps() -> float:
+    """Of all engines of this process."""
+    return sum(
+        sample.value
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name == "ppd:served_steps_total"
     )
+
+
+def test_an_engine_process_chooses_by_step_costs(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads plugins while it makes the engine."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(engine_utils, "get_mp_context", Forkserver)
+    llm = LLM(
+        str(tiny_model()),
+        speculative_config={"method": "ppd"},
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        kv_cache_memory_bytes=1 << 26,
+        disable_log_stats=False,
+        max_num_seqs=4,
+    )
+    keep_alive(llm)
     try:
-        assert "step costs" in running.log.read_text()
-        running.complete()
-        assert running.metrics()["ppd:served_steps_total"] > 0
+        before = served_steps()
+        llm.generate(["def main("], greedy(24), use_tqdm=False)
+        assert served_steps() > before
     finally:
-        running.stop()
+        llm.llm_engine.engine_core.shutdown()
 
 
 def test_request_switch(server: Server) -> None:

@@ -84,7 +84,7 @@ def same(
         pytest.param(2, 50, True, True, marks=pytest.mark.full),
         (2, 9, False, False),
         (2, 1, True, True),
-        (3, 20, True, True),
+        pytest.param(3, 20, True, True, marks=pytest.mark.full),
         (3, 7, False, True),
     ],
 )

@@ -5,15 +5,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO, ROOT, Factory
+from conftest import DEMO, Factory
+from forkserver import Forkserver
 from records import TEMPLATE, read, templated
 from unit.heads.test_generation import FakeEngine
 
@@ -32,14 +31,14 @@ KILLS: tuple[Condition, ...] = (
 )
 
 
-FAKE = """
-import sys
-from unit.heads.test_generation import FakeEngine
-from vllm_ppd.vllm_plugins.cli import fit
-from vllm_ppd.vllm_plugins.cli.main import main
-fit.vllm_engine = lambda options: FakeEngine()
-sys.exit(main(sys.argv[1:]))
-"""
+def run_fit(words: list[str], fake: bool, log: Path) -> None:
+    """`ppd fit` in a process of its own."""
+    with log.open("a") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
+    if fake:
+        fit.vllm_engine = lambda options: FakeEngine()
+    raise SystemExit(main(words))
 
 
 @pytest.mark.parametrize(
@@ -53,6 +52,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     tmp_path: Path,
     tiny_model: Factory,
+    monkeypatch: pytest.MonkeyPatch,
     fake: bool,
     kills: tuple[Condition, ...],
 ) -> None:
@@ -60,25 +60,19 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     log = tmp_path / "log"
     model = tiny_model() if fake else DEMO
     words = f"fit {model} --out {out} --minutes 0.01".split()
-    program = ["-c", FAKE] if fake else ["-m", "vllm_ppd.vllm_plugins.cli.main"]
-    environment = {
-        name: v for name, v in os.environ.items() if not name.startswith("VLLM_")
-    }
-    environment["VLLM_CACHE_ROOT"] = str(tmp_path / "caches")
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    for name in list(os.environ):
+        if name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "caches"))
     for condition in (*kills, lambda _: False):
-        with log.open("a") as file:
-            process = subprocess.Popen(
-                [sys.executable, *program, *words],
-                stdout=file,
-                stderr=file,
-                env=environment,
-            )
-        while process.poll() is None and not condition(out):
+        process = Forkserver().Process(target=run_fit, args=(words, fake, log))
+        process.start()
+        while process.is_alive() and not condition(out):
             time.sleep(0.005)
         process.kill()
-        assert process.wait() in (0, -signal.SIGKILL), log.read_text()
-    assert process.returncode == 0
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), log.read_text()
+    assert process.exitcode == 0
     assert check_folder(out).kind == "cp" and not (out / ".training").exists()
     assert load_calibration(out)
     (link,) = (tmp_path / "caches" / "vllm_ppd_heads").glob("*/*")

@@ -3,9 +3,8 @@
 same heads.
 """
 
-import subprocess
-import sys
 import time
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,11 @@ import accelerate.checkpointing
 import pytest
 import torch
 from conftest import Factory
+from forkserver import Forkserver
 from records import read
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from vllm.utils.network_utils import get_open_port
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import InUse, writing_folder
@@ -25,7 +26,11 @@ from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import FACTS, WORK, latest, read_facts
 from vllm_ppd.vllm_plugins.cli.main import main
 
-PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
+
+def ppd(words: list[str], output: Path) -> None:
+    """The command in a process of its own, and what it prints."""
+    with output.open("w") as file, redirect_stdout(file):
+        raise SystemExit(main(words))
 
 
 def assert_same_heads(
@@ -88,17 +93,18 @@ def test_a_killed_run_continues_to_the_same_heads(
     """Killed three times, wherever it is."""
     options: dict[str, Any] = {"steps": 30, "save_every": 2, "evaluate_every": 4}
     assert main(command(**options, out="whole")) == 0
-    words = [*PPD, *command(**options, out="parts")]
+    words = command(**options, out="parts")
     work = tmp_path / "parts" / WORK
     for reached in (2, 8, 14):
-        run = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        run = Forkserver().Process(target=ppd, args=(words, tmp_path / "log"))
+        run.start()
         deadline = time.monotonic() + 300
         while (facts := read_facts(work)) is None or facts.step < reached:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         run.kill()
-        run.wait()
-    assert subprocess.run(words, capture_output=True).returncode == 0
+        run.join()
+    assert main(words) == 0
     assert_same_heads(tmp_path / "parts", tmp_path / "whole")
     parts, whole = (
         [point["step"] for point in read(tmp_path / out / loop.CURVE)]
@@ -184,20 +190,27 @@ def test_a_full_disk_loses_nothing(
 
 
 def test_two_processes_train_what_one_does(
-    command: Factory,
-    tmp_path: Path,
+    command: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
+    """As torchrun starts them: halves of every batch, averaged gradients; one summary."""
     settings = {"steps": 6, "optimizer": "adamw"}
     assert main(command(out="alone", **settings)) == 0
-    launch = f"{PPD[0]} -m torch.distributed.run --nproc-per-node 2".split()
-    run = subprocess.run(
-        [*launch, *PPD[1:], *command(out="several", **settings)],
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("wrote") == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(get_open_port()))
+    logs = [tmp_path / "first", tmp_path / "second"]
+    runs = []
+    for rank, log in enumerate(logs):
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, str(rank))
+        words = command(out="several", **settings)
+        run = Forkserver().Process(target=ppd, args=(words, log))
+        run.start()
+        runs.append(run)
+    for run in runs:
+        run.join()
+        assert run.exitcode == 0
+    assert "".join(log.read_text() for log in logs).count("wrote") == 1
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     # AdamW divides a gradient by its own size: where it is tiny, another order of sums
     # moves a weight by up to a step.

@@ -31,19 +31,23 @@ from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
 from vllm_ppd.vllm_plugins.engine.scheduler import CountingScheduler
 from vllm_ppd.vllm_plugins.patches import running
 
-# Prometheus's text from one front end of several
-FRONT_END = """
+# Prometheus's text from the last front end of several, which share a folder
+FRONT_ENDS = """
+import os
 import sys
-from collections import defaultdict
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm_ppd.vllm_plugins.config.options import parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.engine.metrics import Published
 config = resolve(parse_options({"method": sys.argv[1]}), 6)
-published = Published("model", [0, 1], config)
-published.observe({"deferred_steps": 2.0}, 0)
-published.observe({"deferred_steps": 5.0}, 1)
+for _ in range(2):
+    if not (child := os.fork()):
+        published = Published("model", [0, 1], config)
+        published.observe({"deferred_steps": 2.0}, 0)
+        published.observe({"deferred_steps": 5.0}, 1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 registry = CollectorRegistry()
 MultiProcessCollector(registry)
 print(generate_latest(registry).decode())
@@ -127,15 +131,13 @@ def test_several_api_servers(tmp_path: Path, method: str) -> None:
     there from the start, those of a worker group where there is one.
     """
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", FRONT_END, method]
-    for _ in range(2):
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env=environment,
-            check=True,
-        )
+    run = subprocess.run(
+        [sys.executable, "-c", FRONT_ENDS, method],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     names = set(re.findall(r"^ppd:(\w+)_total\{", run.stdout, re.MULTILINE))
     assert names == {
         name.partition("/")[0]
