@@ -22,8 +22,9 @@ from conftest import Factory, keep_alive
 from forkserver import Forkserver
 from prometheus_client import REGISTRY
 from server import LOGGED, VLLM, Server
-from vllm import LLM
+from vllm import LLM, envs
 from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.core_client import SyncMPClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -123,7 +124,10 @@ def test_an_engine_process_chooses_by_step_costs(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads plugins while it makes the engine."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    # vLLM keeps the environment's values once an engine has started.
+    monkeypatch.setattr(
+        envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True, raising=False
+    )
     monkeypatch.setattr(engine_utils, "get_mp_context", Forkserver)
     llm = LLM(
         str(tiny_model()),
@@ -136,6 +140,7 @@ def test_an_engine_process_chooses_by_step_costs(
         max_num_seqs=4,
     )
     keep_alive(llm)
+    assert isinstance(llm.llm_engine.engine_core, SyncMPClient)
     try:
         before = served_steps()
         llm.generate(["def main("], greedy(24), use_tqdm=False)
