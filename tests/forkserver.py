@@ -3,47 +3,41 @@
 seconds of CPU time. Servers start theirs as users' do.
 """
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
-from typing import Any
 
 import pytest
 
 # vLLM alone: each process loads our plugin itself.
-PRELOADED = [
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.gpu.model_runner",
-    "vllm.model_executor.models.llama",
-]
+multiprocessing.set_forkserver_preload(
+    [
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.gpu.model_runner",
+        "vllm.model_executor.models.llama",
+    ]
+)
 
 
-def run(
-    environment: dict[str, str],
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Call target with the present environment of the parent, as a spawned process would."""
-    os.environ.clear()
-    os.environ.update(environment)
-    target(*args, **kwargs)
+class ForkedProcess(context.ForkServerProcess):
+    """Has its parent's environment of the moment it starts, as a spawned process."""
+
+    def start(self) -> None:
+        self.environment = dict(os.environ)
+        super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        super().run()
 
 
 class Forkserver(context.ForkServerContext):
     """A context of multiprocessing."""
 
-    def Process(  # type: ignore[override]
-        self,
-        target: Callable[..., Any],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> Any:
-        self.set_forkserver_preload(PRELOADED)
-        given = (dict(os.environ), target, args, kwargs or {})
-        return super().Process(target=run, args=given, **settings)
+    Process = ForkedProcess
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import memorized
@@ -121,13 +122,14 @@ def served_steps() -> float:
 
 
 def test_an_engine_process_chooses_by_step_costs(
-    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It loads plugins while it makes the engine."""
     # vLLM keeps the environment's values once an engine has started.
     monkeypatch.setattr(
         envs, "VLLM_ENABLE_V1_MULTIPROCESSING", True, raising=False
     )
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(engine_utils, "get_mp_context", Forkserver)
     llm = LLM(
         str(tiny_model()),
@@ -145,6 +147,7 @@ def test_an_engine_process_chooses_by_step_costs(
         before = served_steps()
         llm.generate(["def main("], greedy(24), use_tqdm=False)
         assert served_steps() > before
+        assert list((tmp_path / "vllm_ppd_step_costs").iterdir())
     finally:
         llm.llm_engine.engine_core.shutdown()
 

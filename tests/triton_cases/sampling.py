@@ -56,9 +56,11 @@ def test_draws_are_the_reference_s(entries: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("top_k", "top_p", "drawn"),
     [
+        pytest.param(UNLIMITED, 1.0, 5, marks=pytest.mark.full),
         (UNLIMITED, 0.9, 3),
         (4, 1.0, 2),
         (20, 0.6, 1),
+        pytest.param(1, 1.0, 1, marks=pytest.mark.full),
     ],
 )
 def test_entries_below_the_least_weight_are_not_drawn(
