@@ -6,7 +6,6 @@ derives from its configuration.
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
@@ -160,8 +159,8 @@ def complete_config(
     original: Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously, which 0.32 allows only for its
-    own methods, by our scheduler. On a CPU only where a user asks for it: vLLM executes a
-    step there while it schedules, so a token would wait for the step after its own.
+    own methods, by our scheduler. On a CPU only where a user requests it: each new request
+    would wait for one step more, and little is overlapped there.
 
     On a CPU without Triton, runner V2 has kernels of ours.
     """
@@ -176,7 +175,7 @@ def complete_config(
     methods: Any = Literal[(*get_args(module.NgramGPUTypes), "custom_class")]
     with (
         native.accepted(),
-        native.asynchronous() if requested else nullcontext(),
+        native.asynchronous(requested),
         temporarily(module, NgramGPUTypes=methods),
     ):
         original(self, *args, **kwargs)

@@ -180,9 +180,9 @@ def _complete_triton(module: ModuleType) -> None:
     module.triton = completed  # type: ignore[attr-defined]
 
 
-def asynchronous() -> AbstractContextManager[None]:
+def asynchronous(requested: bool) -> AbstractContextManager[None]:
     """A context in which vLLM keeps asynchronous scheduling on a CPU, where it turns that
-    off.
+    off, if a user requested it.
     """
     platform = current()
     stock = platform.check_and_update_config
@@ -192,7 +192,7 @@ def asynchronous() -> AbstractContextManager[None]:
         stock(vllm_config)
         vllm_config.scheduler_config.async_scheduling = decided
 
-    if not is_cpu():
+    if not (requested and is_cpu()):
         return nullcontext()
     return temporarily(platform, check_and_update_config=check_and_update_config)
 
