@@ -74,6 +74,8 @@ ASSUMED = [
     f"{V2}.input_batch:post_update",
     f"{V2}.sample.sampler:Sampler.sample",
     f"{V2}.sample.sampler:Sampler._sample_random",
+    # Writes what add_request stages, so nothing in a step without new requests
+    f"{V2}.sample.sampler:Sampler.apply_staged_writes",
     # What the log-probabilities of sharded requests leave out
     f"{V2}.sample.sampler:Sampler.get_logprobs_dims",
     f"{V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",

@@ -10,11 +10,11 @@ from functools import partial
 import torch
 
 from vllm_ppd.heads.calibration.run import parts_by_vocabulary
-from vllm_ppd.heads.cp.calibration import by_drafts, tables
+from vllm_ppd.heads.cp.calibration import by_drafts
+from vllm_ppd.heads.cp.calibration import tables as tables
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 
-__all__ = ["PARTS", "tables"]
 LONGEST = 7  # drafts
 
 

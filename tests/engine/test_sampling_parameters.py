@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import generate, greedy, in_turn, prompts
-from conftest import Factory, accepting, full_but
+from conftest import Factory, accepting, full_but, runner_of
 from methods import METHODS
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import (
@@ -90,12 +90,16 @@ class Unrepeated(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self.states = req_states
+        self.steps = 0
         self.asked = torch.zeros(req_states.max_num_reqs, dtype=torch.bool)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         asked = bool((sampling_params.extra_args or {}).get("unrepeated"))
         self.asked[req_idx] = asked
         return asked
+
+    def apply_staged_writes(self) -> None:
+        self.steps += 1
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         rows = self.asked[ctx.expanded_idx_mapping.cpu()].to(logits.device)
@@ -136,5 +140,9 @@ def test_custom_logits_processors_see_drafts(
     for tokens in expected[::2]:
         assert all(first != second for first, second in pairwise(tokens))
     llm = drafting(METHODS["cp"], **settings)
+    processor = runner_of(llm).sampler.logits_processors[-1]
+    before = processor.steps
     with accepting(llm):
         assert generate(llm, requests, params) == expected
+    most = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+    assert processor.steps - before >= 24 // (1 + most)

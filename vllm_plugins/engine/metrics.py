@@ -13,8 +13,7 @@ servers, each of which gets some steps. Only the wrapped calls of patches/runnin
 depend on vLLM.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -120,21 +119,13 @@ class Counters:
         self.values[:] = 0
         return new
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Discard the counts within a context."""
-        before = self.values.copy()
-        try:
-            yield
-        finally:
-            self.values[:] = before
-
     def attach(self, output: Any) -> None:
         """Attach new counts to a step's output."""
+        if not self.values.any():
+            return
         amounts = zip(COUNTERS, self.take().tolist(), strict=True)
         new = {name: amount for name, amount in amounts if amount}
-        if new:
-            setattr(output, ATTRIBUTE, new)
+        setattr(output, ATTRIBUTE, new)
 
 
 class Published:

@@ -61,12 +61,15 @@ class DraftingRunnerMixin(UpdatedRunner):
 
     speculator: Speculator
     req_states: Any
+    sampler: Any  # None except on the last pipeline stage
     execute_model_state: Any
     num_speculative_steps: int
     _step = OTHER  # the latest one
     _drafted = True  # whether it made drafts
-    # Rows of logits of each request of the step that is being prepared
-    _logits: np.ndarray | None = None
+    # [requests + 1] where the rows of logits of each request end, of the step that is
+    # being prepared
+    _logits_ends: np.ndarray | None = None
+    _custom = False  # whether logits processors of a user take part in each step
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)
@@ -87,12 +90,21 @@ class DraftingRunnerMixin(UpdatedRunner):
         ):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.speculator.runner = self
+        processors = getattr(self.sampler, "logits_processors", ())
+        self._custom = not all(
+            type(processor).__module__.startswith("vllm.")
+            for processor in processors
+        )
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
         self.speculator.refresh()
 
     def add_requests(self, scheduler_output: Any) -> None:
+        if not (scheduler_output.scheduled_new_reqs or self._custom):
+            # vLLM copies all requests' sampling parameters in each step. They change
+            # only when a request is added.
+            return
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for new in scheduler_output.scheduled_new_reqs:
             self.speculator.add_request(
@@ -104,7 +116,7 @@ class DraftingRunnerMixin(UpdatedRunner):
     ) -> Any:
         batch = super().prepare_inputs(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.speculator.begin_step(batch)
-        self._logits = np.diff(batch.cu_num_logits_np)
+        self._logits_ends = batch.cu_num_logits_np
         return batch
 
     def _set_active_loras(
@@ -116,11 +128,10 @@ class DraftingRunnerMixin(UpdatedRunner):
         """Set the adapter of each row of logits. vLLM sets one a request, but a request
         has a row for each draft.
         """
-        if self._logits is not None:  # not a dummy step
-            prompt_lora_mapping = tuple(
-                np.repeat(prompt_lora_mapping, self._logits)
-            )
-            self._logits = None
+        if self._logits_ends is not None:  # not a dummy step
+            counts = np.diff(self._logits_ends)
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, counts))
+            self._logits_ends = None
         super()._set_active_loras(prompt_lora_mapping, *args, **kwargs)  # type: ignore[misc]
 
     def execute_model(
@@ -149,9 +160,8 @@ class DraftingRunnerMixin(UpdatedRunner):
         alone = lookup is not None and lookup.alone
         if alone and self._step.useful and not proposes:
             proposes = True
-            made = self.num_speculative_steps
             self.execute_model_state = state._replace(
-                num_spec_tokens_to_schedule=made
+                num_spec_tokens_to_schedule=self.num_speculative_steps
             )
         if proposes:
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]

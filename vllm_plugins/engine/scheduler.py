@@ -242,11 +242,13 @@ class DraftingScheduler(CountingScheduler):
 
     def _uses_drafts(self, req_id: str) -> bool:
         """Whether a decoding request may draft, and another step of it may follow."""
+        if self._kinds[req_id] == OPTED_OUT:
+            return False
         request = self.requests[req_id]
         # At least one token of this step, and one of a step in flight
         emitted = request.num_output_tokens + 1
         emitted += request.num_output_placeholders > 0
-        return self._kinds[req_id] != OPTED_OUT and emitted < request.max_tokens
+        return emitted < request.max_tokens
 
     def _chosen(
         self, decoding: Collection[str], ahead: int, requests: int

@@ -338,14 +338,15 @@ class Speculator(DraftModelSpeculator):
     def take_counts(self) -> None:
         """Add the device's counts to ours."""
         invalid = self._invalid.take()
-        self.counters.add("invalid_drafts", invalid)
-        if invalid and not self._warned_invalid:
-            self._warned_invalid = True
-            logger.warning(
-                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are "
-                "damaged, or made for another model; train or copy them again, see "
-                "ppd inspect. Further cases are only counted (ppd:invalid_drafts)"
-            )
+        if invalid:
+            self.counters.add("invalid_drafts", invalid)
+            if not self._warned_invalid:
+                self._warned_invalid = True
+                logger.warning(
+                    "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are "
+                    "damaged, or made for another model; train or copy them again, see "
+                    "ppd inspect. Further cases are only counted (ppd:invalid_drafts)"
+                )
         if self.unverified is not None:
             self.counters.add("unverified_tokens", self.unverified.emitted.take())
 

@@ -25,7 +25,10 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, plans_of
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
 from vllm_ppd.vllm_plugins.engine.dummy_steps import most_requests, time_steps
-from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.temporary import (
+    temporarily,
+    unseen_by_connectors,
+)
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -71,7 +74,8 @@ def costs_of_engine(runner: Any) -> CostTable | None:
     # must not depend on whether steps were measured; the runner draws seeds with NumPy.
     random = np.random.get_state()  # noqa: NPY002
     counters = runner.speculator.counters
-    with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
+    uncounted = temporarily(counters, values=counters.values.copy())
+    with uncounted, unseen_by_connectors(), torch.random.fork_rng():
         table = measure_table(
             partial(time_steps, runner),
             largest,

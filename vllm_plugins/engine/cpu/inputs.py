@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from vllm_ppd.vllm_plugins.engine.cpu.tables import lengths_between, spans
+from vllm_ppd.vllm_plugins.engine.cpu.tables import (
+    counted_from,
+    lengths_between,
+    spans,
+)
 
 
 def prepare_prefill_inputs(
@@ -50,8 +54,8 @@ def prepare_pos_seq_lens(
     query_lens = lengths_between(query_start_loc, idx_mapping)
     seq_lens[:num_requests] = computed + query_lens
     seq_lens[num_requests:max_num_reqs] = 0
-    requests, offsets = spans(query_lens)
-    pos[: len(offsets)] = computed[requests] + offsets
+    numbers = counted_from(computed, query_start_loc, query_lens)
+    pos[: len(numbers)] = numbers
 
 
 def combine_sampled_and_draft_tokens(
@@ -77,14 +81,16 @@ def combine_sampled_and_draft_tokens(
     lengths = seq_lens[:num_requests]
     prompts = prefill_len[idx_mapping]
     first_tokens = query_start_loc[1 : num_requests + 1] - num_logits
-    requests, offsets = spans(num_logits)
-    tokens = first_tokens[requests] + offsets
+    tokens = counted_from(first_tokens, cu_num_logits, num_logits)
     logits_indices[: len(tokens)] = tokens
-    decoding = lengths > prompts
     if NUM_NEW_SAMPLED_TOKENS:
-        generated = decoding & (lengths - num_logits >= prompts)
+        generated = lengths - num_logits >= prompts
         newest = last_sampled_tokens.reshape(-1)[idx_mapping[generated]]
         input_ids[first_tokens[generated]] = newest
+    if len(tokens) == num_requests * NUM_NEW_SAMPLED_TOKENS:
+        return  # no drafts
+    decoding = lengths > prompts
+    requests, offsets = spans(num_logits)
     is_draft = decoding[requests] & (offsets >= NUM_NEW_SAMPLED_TOKENS)
     rows = idx_mapping[requests[is_draft]]
     columns = offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
@@ -125,27 +131,34 @@ def post_update(
     num_draft_tokens: int = 0,
 ) -> None:
     """Append a step's tokens to the requests' texts, and advance their lengths."""
-    kept = np.flatnonzero(idx_mapping >= 0)
-    rows = idx_mapping[kept]
+    rows = idx_mapping
+    computed = -num_rejected
+    if query_start_loc is not None:
+        computed += lengths_between(query_start_loc, rows)
+    if rows.min(initial=0) < 0:
+        kept = np.flatnonzero(rows >= 0)
+        rows = rows[kept]
+        computed = computed[kept]
+        sampled_tokens = sampled_tokens[kept]
+        num_sampled = num_sampled[kept]
+        if draft_tokens is not None:
+            draft_tokens = draft_tokens[kept]
     if draft_tokens is not None:
-        drafts = draft_tokens[kept, :num_draft_tokens]
+        drafts = draft_tokens[:, :num_draft_tokens]
         draft_tokens_out[rows, :num_draft_tokens] = drafts
 
-    counts = np.maximum(num_sampled[kept], 0)
-    requests, offsets = spans(counts)
+    places = np.arange(sampled_tokens.shape[1])
+    requests, offsets = np.nonzero(places < num_sampled[:, None])
     token_rows = rows[requests]
-    tokens = sampled_tokens[kept[requests], offsets]
+    tokens = sampled_tokens[requests, offsets]
+    lengths = total_len[rows]
     # Of a request's several tokens the last assignment stays.
     last_sampled_tokens.reshape(-1)[token_rows] = tokens
-    all_token_ids[token_rows, total_len[token_rows] + offsets] = tokens
+    all_token_ids[token_rows, lengths[requests] + offsets] = tokens
     if output_bin_counts is not None:
         np.add.at(output_bin_counts, (token_rows, tokens), 1)
-    total_len[rows] += counts
-
-    num_computed_tokens[rows] -= num_rejected[kept]
-    if query_start_loc is not None:
-        query_lens = lengths_between(query_start_loc, idx_mapping)
-        num_computed_tokens[rows] += query_lens[kept]
+    total_len[rows] = lengths + np.maximum(num_sampled, 0)
+    num_computed_tokens[rows] += computed
 
 
 def post_update_num_computed_tokens(
@@ -185,9 +198,9 @@ def prepare_rope_positions(
     """
     computed = num_computed_tokens[idx_mapping]
     query_lens = lengths_between(query_start_loc, idx_mapping)
-    requests, offsets = spans(query_lens)
-    next_positions = computed + prefill_delta[idx_mapping]
-    positions[:NUM_DIMS, : len(offsets)] = next_positions[requests] + offsets
+    firsts = computed + prefill_delta[idx_mapping]
+    generated = counted_from(firsts, query_start_loc, query_lens)
+    positions[:NUM_DIMS, : len(generated)] = generated
     for request in np.flatnonzero(computed < prefill_lens[idx_mapping]):
         start = query_start_loc[request]
         first_row = idx_mapping[request] * NUM_DIMS

@@ -18,7 +18,7 @@ import functools
 import glob
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -124,7 +124,7 @@ def register() -> None:
 
 
 def by_name(
-    parameters: Iterable[str], kernel: Callable[..., None]
+    parameters: Collection[str], kernel: Callable[..., None]
 ) -> Callable[..., None]:
     """A launch of vLLM's kernel that calls ours with the arguments that it names.
 
@@ -135,25 +135,24 @@ def by_name(
         kernel: our kernel.
     """
     ours = inspect.signature(kernel).parameters
-    taken = [
-        (place, name, ours[name.removesuffix("_ptr")])
-        for place, name in enumerate(parameters)
-        if name.removesuffix("_ptr") in ours
-    ]
+    taken = []
+    for name in parameters:
+        parameter = ours.get(name.removesuffix("_ptr"))
+        if parameter is not None:
+            as_array = parameter.annotation is not Tensor
+            taken.append((name, parameter.name, as_array))
 
     @functools.wraps(kernel)
     def launch(*args: Any, **kwargs: Any) -> None:
+        kwargs.update(zip(parameters, args, strict=False))
         arguments = {}
-        for place, name, parameter in taken:
-            if place < len(args):
-                value = args[place]
-            elif name in kwargs:
-                value = kwargs[name]
-            else:
+        for name, our_name, as_array in taken:
+            if name not in kwargs:
                 continue
-            if isinstance(value, Tensor) and parameter.annotation is not Tensor:
+            value = kwargs[name]
+            if as_array and isinstance(value, Tensor):
                 value = value.numpy()
-            arguments[parameter.name] = value
+            arguments[our_name] = value
         kernel(**arguments)
 
     return launch

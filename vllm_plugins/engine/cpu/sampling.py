@@ -25,6 +25,7 @@ from vllm_ppd.kernels.sampling import (
     rotated,
 )
 from vllm_ppd.vllm_plugins.engine.cpu.tables import (
+    counted_from,
     lengths_between,
     spans,
     unpacked,
@@ -146,9 +147,9 @@ def prompt_logprobs_token_ids(
 ) -> None:
     """The token that follows each token of a step."""
     query_lens = lengths_between(query_start_loc, idx_mapping)
-    requests, offsets = spans(query_lens)
-    rows = idx_mapping[requests]
-    columns = num_computed_tokens[rows] + 1 + offsets
+    rows = idx_mapping.repeat(query_lens)
+    following = num_computed_tokens[idx_mapping] + 1
+    columns = counted_from(following, query_start_loc, query_lens)
     # Nothing follows the last token of a full row; vLLM reads on there, and drops what
     # it finds.
     columns = np.minimum(columns, all_token_ids.shape[1] - 1)
@@ -203,9 +204,7 @@ def gumbel_sample(
 
     The drawn token is written as the first block's. The other blocks lose against it.
     """
-    temperatures = np.where(
-        expanded_idx_mapping >= 0, temp[expanded_idx_mapping], 0.0
-    )
+    temperatures = temp[expanded_idx_mapping]
     all_values = logits.float().numpy()
     local_max[:, 0] = 0.0
     local_max[:, 1:] = -np.inf
@@ -214,6 +213,8 @@ def gumbel_sample(
     noise = noise_64 if USE_FP64 else noise_32
     noise_range = RANGE_53 if USE_FP64 else RANGE_32
     for row in np.flatnonzero(temperatures):
+        if expanded_idx_mapping[row] < 0:
+            continue
         values = all_values[row]
         candidates = np.flatnonzero(values >= values[drawn[row]] - noise_range)
         if len(candidates) < 2:

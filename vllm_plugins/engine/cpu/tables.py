@@ -61,7 +61,7 @@ def gather_block_tables(
     Rows of padding keep what they held: only whole-model CUDA graphs read them.
     """
     rows = batch_idx_to_req_idx
-    for group, stride in enumerate(block_table_strides):
+    for group, stride in enumerate(block_table_strides.tolist()):
         ends = num_blocks[group, rows]
         width = int(ends.max(initial=0))
         columns = np.arange(width)
@@ -99,20 +99,21 @@ def compute_slot_mappings(
     if CP_SIZE != 1:
         raise NotImplementedError("context parallelism has no kernels on the CPU")
     query_lens = lengths_between(query_start_loc, idx_mapping)
-    token_rows = np.repeat(idx_mapping, query_lens)
-    num_tokens = len(token_rows)
-    padding = token_rows < 0
-    # A table at an address has no last row.
-    token_rows[padding] = 0
+    token_rows = idx_mapping.repeat(query_lens)
+    targets: Any = slice(len(token_rows))
+    if idx_mapping.min(initial=0) < 0:
+        targets = np.flatnonzero(token_rows >= 0)
+        token_rows = token_rows[targets]
+    positions = pos[targets]
     slot_mappings[:, :max_num_tokens] = PAD_ID
-    for group in np.flatnonzero(slot_mapping_enabled):
-        block_size = block_sizes[group]
-        columns, offsets = np.divmod(pos[:num_tokens], block_size)
-        columns[padding] = 0
+    for group, block_size in enumerate(block_sizes.tolist()):
+        if not slot_mapping_enabled[group]:
+            continue
+        columns, offsets = np.divmod(positions, block_size)
         table = table_at(block_table_ptrs[group], block_table_strides[group])
-        block_ids = table[token_rows, columns].astype(np.int64)
-        slots = block_ids * block_size + offsets
-        slot_mappings[group, :num_tokens] = np.where(padding, PAD_ID, slots)
+        block_ids = table[token_rows, columns]
+        slots = np.multiply(block_ids, block_size, dtype=np.int64)
+        slot_mappings[group, targets] = slots + offsets
 
 
 def zero_kv_blocks(
@@ -139,7 +140,20 @@ def table_at(pointer: int, num_columns: int) -> ndarray:
 
 def lengths_between(starts: ndarray, items: ndarray) -> ndarray:
     """The lengths of the items, given where they begin and the last ends: [items]."""
-    return np.diff(starts[: len(items) + 1])
+    count = len(items)
+    return starts[1 : count + 1] - starts[:count]
+
+
+def counted_from(firsts: ndarray, starts: ndarray, lengths: ndarray) -> ndarray:
+    """The numbers first, first + 1, ... of each of several spans: [sum of lengths].
+
+    Args:
+        firsts: [spans].
+        starts: [spans or more] the items before each span, so its sum of lengths.
+        lengths: [spans].
+    """
+    shifts = np.repeat(firsts - starts[: len(firsts)], lengths)
+    return shifts + np.arange(len(shifts))
 
 
 def spans(lengths: ndarray) -> tuple[ndarray, ndarray]:
@@ -151,8 +165,8 @@ def spans(lengths: ndarray) -> tuple[ndarray, ndarray]:
     Returns:
         (the span of each item, its index within that span), both [sum of lengths].
     """
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    first_items = np.cumsum(lengths) - lengths
+    owners = np.arange(len(lengths)).repeat(lengths)
+    first_items = lengths.cumsum() - lengths
     return owners, np.arange(len(owners)) - first_items[owners]
 
 
