@@ -71,10 +71,6 @@ def median(values: Any) -> Any:
     return np.median(values, axis=-1)
 
 
-def ratio_of_sums(numerators: Any, denominators: Any) -> Any:
-    return numerators.sum(-1) / denominators.sum(-1)
-
-
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table of the columns that have values."""
     kept = [
@@ -168,7 +164,7 @@ def acceptance_table(run: Run) -> str:
             [
                 name,
                 same,
-                bootstrap(ratio_of_sums, accepted, steps),
+                bootstrap(lambda a, s: a.sum(-1) / s.sum(-1), accepted, steps),
                 by_position(turns),
                 f"{drafted:.2f}",
                 run.get("costs", {}).get(name, "-"),

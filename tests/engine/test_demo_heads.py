@@ -83,8 +83,6 @@ DYNAMO = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": EARLY,
     "early, 1024 tokens": EARLY | {"draft_vocab_size": 1024},
-    "cp": CP | {"draft_vocab_size": WHOLE},
-    "dynamo": DYNAMO | {"draft_vocab_size": WHOLE},
     "cp, 1024 tokens": CP | {"draft_vocab_size": 1024},
     "cp, recurrent": CP | {"draft_vocab_size": 1024},
     "dynamo, 1024 tokens": DYNAMO | {"draft_vocab_size": 1024},
@@ -120,7 +118,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Counts:
 @pytest.mark.parametrize(
     "variant",
     full_but(
-        {"cp, 1024 tokens", "early, 1024 tokens", "dynamo, learned mask"},
+        {"cp, 1024 tokens", "early, 1024 tokens"},
         OPTIONS,
     ),
 )

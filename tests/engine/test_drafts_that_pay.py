@@ -42,7 +42,7 @@ def adaptive(drafting: Factory, monkeypatch: pytest.MonkeyPatch) -> Factory:
 
 
 @pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", full_but({"cp", "early"}, METHODS))
 def test_drafts_that_never_pay_are_not_made(
     engine: Factory, adaptive: Factory, name: str, asynchronous: bool
 ) -> None:

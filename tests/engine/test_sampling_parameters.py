@@ -144,5 +144,4 @@ def test_custom_logits_processors_see_drafts(
     before = processor.steps
     with accepting(llm):
         assert generate(llm, requests, params) == expected
-    most = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
-    assert processor.steps - before >= 24 // (1 + most)
+    assert processor.steps - before > 5

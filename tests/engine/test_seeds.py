@@ -68,7 +68,7 @@ def alone(engine: Factory) -> list[list[int]]:
 MORE = METHODS | {"lookups": METHODS["cp"] | {"prompt_lookup_min": 2}}
 
 
-@pytest.mark.parametrize("name", full_but({"cp", "early"}, MORE))
+@pytest.mark.parametrize("name", full_but({"cp"}, MORE))
 def test_output_is_vllms_through_preemptions(
     drafting: Factory,
     alone: list[list[int]],

@@ -15,8 +15,8 @@ METHODS = ON_DEMO | {
     "lookup": LOOKUP | {"method": "lookup"},
     "cp and lookup": ON_DEMO["cp"] | LOOKUP,
 }
-STEPS = 400
-TOKENS = 500
+STEPS = 200
+TOKENS = 290
 
 
 @pytest.mark.engine

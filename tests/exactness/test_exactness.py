@@ -18,7 +18,6 @@ QUICK: dict[str, list[str]] = {
     "middle": [*CASES],
     "heads": ["batch_16", "structured_output"],
     "classifiers": ["batch_16"],
-    "classifiers-short": ["batch_16"],
     "early-short": ["batch_16", "arrivals_and_aborts"],
     "last": ["batch_16", "model_length"],
     "exits": ["arrivals_and_aborts"],
@@ -26,7 +25,6 @@ QUICK: dict[str, list[str]] = {
     "cp-recurrent": ["batch_1", "batch_16", "arrivals_and_aborts"],
     "cp-layers": ["batch_16", "arrivals_and_aborts"],
     "cp-recurrent-longer": ["model_length", "more_than_fit"],
-    "cp-full": ["batch_16"],
     "dynamo-short": ["batch_16"],
     "dynamo": [
         "batch_1",
@@ -39,9 +37,7 @@ QUICK: dict[str, list[str]] = {
     "lookup": ["batch_1", "structured_output", "model_length"],
     "lookup-alone": ["batch_16", "arrivals_and_aborts"],
     "lookup-7": ["batch_16"],
-    "recurrent-7": ["batch_16"],
     "cp-lookup": ["batch_16"],
-    "dynamo-lookup": ["arrivals_and_aborts"],
     "recurrent": ["batch_16", "arrivals_and_aborts", "structured_output"],
     "recurrent-short": ["more_than_fit", "model_length", "penalties"],
 }

@@ -20,7 +20,7 @@ def on(device: str, parts: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     return [part.to(device, copy=True) for part in parts]
 
 
-@pytest.mark.parametrize("at_once", [2, 16])
+@pytest.mark.parametrize("at_once", [2, pytest.param(16, marks=pytest.mark.full)])
 def test_is_the_reference(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """Through a whole ring, and until no more is held out."""
     monkeypatch.setattr(answers_triton, "REQUESTS", at_once)

@@ -176,8 +176,8 @@ def test_draws_are_the_references(
 @pytest.mark.parametrize(
     "limits",
     [
-        ([3], [1.0]),
-        ([999], [0.6]),
+        pytest.param(([3], [1.0]), marks=pytest.mark.full),
+        pytest.param(([999], [0.6]), marks=pytest.mark.full),
         ([5], [0.8]),
     ],
 )

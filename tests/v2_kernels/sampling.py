@@ -88,6 +88,18 @@ def test_draws(dtype, precise):
     )
 
 
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+def test_no_token_is_left_out_that_wins(spread):
+    """Of many candidates, only those are compared whose random bits let them win."""
+    values = (torch.randn(16 * V) * spread).numpy()
+    best = values.argmax()
+    for position in range(150):
+        noise = ours.noise_32(7, position, slice(None), len(values))
+        kept = ours.contenders(values, best, 7, position)
+        assert (values + noise).argmax() in kept
+        assert len(kept) < len(values) / 9
+
+
 def test_noise_is_within_the_range_of_which_draws_are_made(monkeypatch):
     ends = np.array([0, 0xFFFFFFFF], dtype=np.uint32)
     monkeypatch.setattr(ours, "hashes", lambda *_: ends.copy())

@@ -97,7 +97,9 @@ class StepCosts:
             for column, count in enumerate(table.counts):
                 plan = Plan(count, exit if count else 0)
                 self._seconds.setdefault(plan, ascending[:, column])
-        self._decoding = functools.cache(self._interpolated)
+        self._decoding = functools.cache(
+            lambda requests, plan: _at(requests, self.sizes, self._seconds[plan])
+        )
         # Tokens of steps without drafting, ascending, and their seconds. The last is the
         # verification of the largest batch's drafts, less what drafting takes for one.
         plain = self._seconds[NO_DRAFTS]
@@ -122,9 +124,6 @@ class StepCosts:
             longer = _at(tokens + prompt_tokens, self._tokens, self._plain)
             seconds += longer - _at(tokens, self._tokens, self._plain)
         return seconds
-
-    def _interpolated(self, requests: int, plan: Plan) -> float:
-        return _at(requests, self.sizes, self._seconds[plan])
 
 
 def _at(x: float, places: ndarray, values: ndarray) -> float:

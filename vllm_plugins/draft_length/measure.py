@@ -14,7 +14,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 ROUNDS = 5  # most rounds of a batch size
-SECONDS = 8.0  # within which the measurement ends
+SECONDS = 5.0  # within which the measurement ends
 GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 

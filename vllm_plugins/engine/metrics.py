@@ -123,9 +123,8 @@ class Counters:
         """Attach new counts to a step's output."""
         if not self.values.any():
             return
-        amounts = zip(COUNTERS, self.take().tolist(), strict=True)
-        new = {name: amount for name, amount in amounts if amount}
-        setattr(output, ATTRIBUTE, new)
+        new = zip(COUNTERS, self.take().tolist(), strict=True)
+        setattr(output, ATTRIBUTE, {name: n for name, n in new if n})
 
 
 class Published:
@@ -176,9 +175,7 @@ class Published:
             for engine in engines:
                 # Exported as 0 from the start
                 self._series[name, engine] = self._counters[base].labels(
-                    model_name=model_name,
-                    engine=str(engine),
-                    **of_reason,
+                    model_name, str(engine), *of_reason.values()
                 )
 
     def observe(self, counts: Counts, engine: int) -> None:

@@ -108,10 +108,11 @@ def get_num_sampled_and_rejected(
     """Count rejected drafts. A request whose prompt goes on has sampled and rejected none."""
     num_requests = len(idx_mapping)
     within_prompt = seq_lens[:num_requests] < prefill_len[idx_mapping]
-    num_sampled[:num_requests][within_prompt] = 0
-    num_logits = lengths_between(cu_num_logits, idx_mapping)
-    rejected = num_logits - num_sampled[:num_requests]
-    num_rejected[:num_requests] = np.where(within_prompt, 0, rejected)
+    sampled = num_sampled[:num_requests]
+    sampled[within_prompt] = 0
+    rejected = lengths_between(cu_num_logits, idx_mapping) - sampled
+    rejected[within_prompt] = 0
+    num_rejected[:num_requests] = rejected
 
 
 def post_update(

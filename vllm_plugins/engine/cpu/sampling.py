@@ -8,6 +8,7 @@ token can win only if its logit is within the noise's range of the greatest logi
 the noise of such tokens is computed. After top-k or top-p these are a handful.
 """
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -134,8 +135,9 @@ def fill_logprob_token_ids(
             listed = topk_indices[place, :NUM_TOPK]
         else:
             continue
-        out_token_ids[place, 1 : 1 + len(listed)] = listed
-        out_valid_mask[place, 1 : 1 + len(listed)] = True
+        columns = slice(1, 1 + len(listed))
+        out_token_ids[place, columns] = listed
+        out_valid_mask[place, columns] = True
 
 
 def prompt_logprobs_token_ids(
@@ -182,10 +184,9 @@ def apply_temperature(
     expanded_idx_mapping: ndarray,  # [logits] request rows
     temperature: ndarray,  # [request rows]
 ) -> None:
-    """Divide rows of logits by their temperature, unless it is 0 or 1."""
+    """Divide rows of logits by their temperature, unless it is 0."""
     values = temperature[expanded_idx_mapping]
-    for row in np.flatnonzero((values != 0.0) & (values != 1.0)):
-        logits[row] /= values[row]
+    logits /= np.where(values == 0.0, 1.0, values)[:, None]
 
 
 def gumbel_sample(
@@ -216,44 +217,43 @@ def gumbel_sample(
         if expanded_idx_mapping[row] < 0:
             continue
         values = all_values[row]
-        candidates = np.flatnonzero(values >= values[drawn[row]] - noise_range)
-        if len(candidates) < 2:
+        best = int(drawn[row])
+        if not np.isfinite(values[best]):
             continue
+        within_range = values >= values[best] - noise_range
         seed = int(seeds[expanded_idx_mapping[row]])
         position = int(pos[row])
-        if len(candidates) > MANY and not USE_FP64:
-            candidates = contenders(
-                values, candidates, int(drawn[row]), seed, position
-            )
+        if np.count_nonzero(within_range) > MANY and not USE_FP64:
+            candidates = contenders(values, best, seed, position)
+        else:
+            candidates = np.flatnonzero(within_range)
         sums = values[candidates] + noise(seed, position, candidates, len(values))
         drawn[row] = candidates[sums.argmax()]
 
 
 def contenders(
     values: ndarray,  # [V] float32
-    candidates: ndarray,  # [tokens]
     best: int,
     seed: int,
     position: int,
 ) -> ndarray:
-    """The candidates whose sums with noise in float32 may be the greatest: [fewer
-    tokens].
+    """The tokens whose sums with noise in float32 may be the greatest: [tokens].
 
     The noise is -log(-log(1 - u)) <= -log(u), so a sum reaches s only if u <= exp(logit
-    - s).
+    - s). The limit of the best token leaves out most at once.
     """
     vocab_size = len(values)
-    some = np.append(candidates[::FIRST_STEP], best)
+    some = np.append(np.arange(0, vocab_size, FIRST_STEP), best)
     reached = (values[some] + noise_32(seed, position, some, vocab_size)).max()
-    if not np.isfinite(reached):
-        return candidates
-    limits = np.exp(values[candidates] - (reached - np.float32(SLACK)))
-    bits = hashes(seed, position, candidates, vocab_size)
-    return candidates[bits.astype(np.float32) <= limits * 2.0**32]
+    bits = hashes(seed, position, slice(None), vocab_size)
+    highest = math.exp(min(values[best] - reached + 2 * SLACK, 0)) * WORD
+    kept = np.flatnonzero(bits <= np.uint32(highest))
+    limits = np.exp(values[kept] - (reached - np.float32(SLACK)))
+    return kept[bits[kept].astype(np.float32) <= limits * 2.0**32]
 
 
 def noise_32(
-    seed: int, position: int, token_ids: ndarray, vocab_size: int
+    seed: int, position: int, token_ids: ndarray | slice, vocab_size: int
 ) -> ndarray:
     """Gumbel noise in float32 from 32 random bits a token, as vLLM's kernel rounds it."""
     bits = hashes(seed, position, token_ids, vocab_size)
@@ -264,7 +264,7 @@ def noise_32(
 
 
 def noise_64(
-    seed: int, position: int, token_ids: ndarray, vocab_size: int
+    seed: int, position: int, token_ids: ndarray | slice, vocab_size: int
 ) -> ndarray:
     """Gumbel noise in float64 from 53 random bits a token."""
     lower = hashes(seed, position, token_ids, vocab_size).astype(np.uint64)
@@ -288,7 +288,11 @@ def log_of_complement(uniform: ndarray) -> ndarray:
 
 
 def hashes(
-    seed: int, position: int, token_ids: ndarray, vocab_size: int, start: int = 0
+    seed: int,
+    position: int,
+    token_ids: ndarray | slice,
+    vocab_size: int,
+    start: int = 0,
 ) -> ndarray:
     """MurmurHash3 of (seed, position, token): [tokens] uint32.
 
@@ -298,8 +302,7 @@ def hashes(
     state = start
     for word in (seed, seed >> 32, position):
         state = mixed(state, word & WORD)
-    hashed = token_words(vocab_size)[token_ids]
-    hashed ^= state
+    hashed = token_words(vocab_size)[token_ids] ^ state
     hashed = (hashed << 13) | (hashed >> 19)
     hashed *= STEP[0]
     hashed += STEP[1]

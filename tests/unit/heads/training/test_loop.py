@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import Factory
+from conftest import Factory, full_but
 from records import read, write
 from safetensors.torch import load_file
 
@@ -55,7 +55,7 @@ FIGURES = {
 
 # Qwen 3 has tied embeddings below.
 @pytest.mark.parametrize(
-    "family", ["llama", pytest.param("qwen3", marks=pytest.mark.full), "gpt_neox"]
+    "family", full_but({"llama"}, ["llama", "qwen3", "gpt_neox"])
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_learn_and_the_target_stays_what_it_was(
