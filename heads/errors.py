@@ -3,8 +3,6 @@
 with what is wrong, where, and what to do instead.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping

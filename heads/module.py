@@ -7,8 +7,6 @@ and saves reading the LM head's other rows (FR-Spec drafts from a quarter of a
 vocabulary of 128K).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

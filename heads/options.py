@@ -5,8 +5,6 @@ help and errors are made from them. This module imports nothing heavy.
 Defaults of training are the paper's if it names one.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (

@@ -3,8 +3,6 @@
 machine and settings, and the model card of a heads folder (README.md).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -3,8 +3,6 @@
 benchmarks run on.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@
 `python -m vllm_ppd.benchmarks.models eagle --model M --data train.jsonl --out DIR`
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -18,8 +18,6 @@ the layers and the head size stay, so the LM head's share of the weights becomes
 smaller.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

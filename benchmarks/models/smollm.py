@@ -8,8 +8,6 @@ are those 4-bit weights written in bfloat16, not the published ones. An existing
 is kept.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

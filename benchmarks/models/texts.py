@@ -13,8 +13,6 @@ joins a target's answers with their prompts, whose licenses vary. Each line of
 answers.jsonl.xz has the tokens of an answer and a digest of the prompt's tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import lzma

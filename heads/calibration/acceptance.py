@@ -3,8 +3,6 @@
 accepted there, and how many an engine is expected to draft and accept along them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected acceptance of CP heads, and of other heads with the interface of a CPHead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

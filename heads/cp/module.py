@@ -3,8 +3,6 @@
 their joint probability, or by a recurrent state that reads each token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

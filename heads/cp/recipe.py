@@ -7,8 +7,6 @@ its own next-token loss. The mixture at each position learns the text's tokens, 
 target's own distribution there, or both.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -6,8 +6,6 @@ vLLM tokenizes a completion's prompt with special tokens (for many models a BOS 
 and a chat without, since its template has written them already.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

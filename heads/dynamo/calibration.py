@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expected acceptance of DynaMo heads in verified mode, by back-off threshold and drafts."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

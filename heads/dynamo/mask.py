@@ -12,8 +12,6 @@ draft before is a matrix of the candidates of two heads, from tables A_i E*[x] a
 B_i N(E[x]) that hold R numbers a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Match rates p(layer, k) of early heads (PPD, Table 2), and expected acceptance by exit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early heads, which read a draft token from the hidden state at an exit layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 (ParaDecode, section 2.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

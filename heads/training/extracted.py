@@ -3,8 +3,6 @@
 begins. The training holds its embeddings, final norm and LM head alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pkgutil import resolve_name
 from typing import Any

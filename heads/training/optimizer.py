@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of `ppd train`: AdamW, or Muon for matrices and AdamW for other parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ It is an attention of transformers' registry, so every family that reads the reg
 it. xformers is optional (`pip install vllm-ppd[xformers]`).
 """
 
-from __future__ import annotations
-
 import itertools
 from importlib.util import find_spec
 from typing import Any

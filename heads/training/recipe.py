@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recipe defines what the training loop trains, the loss, and what is written at the end."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

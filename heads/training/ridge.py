@@ -3,8 +3,6 @@
 linearly.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

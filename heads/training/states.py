@@ -6,8 +6,6 @@ A recipe names in `reads` what it learns from, and gets it from `Recipe.states(b
 cached or not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

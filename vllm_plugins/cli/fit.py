@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd fit`: data, training and calibration of CP heads in one run of limited time."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
