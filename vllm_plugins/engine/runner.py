@@ -7,7 +7,8 @@ Overrides, each of which calls vLLM's:
                       ours for that moment
     load_model        RejectionSampler, a global of vLLM's module, is ours for that
                       moment
-    add_requests      reads a request's options for drafting
+    add_requests      reads a request's options for drafting; nothing is done in a step
+                      that adds none
     execute_model     reads the step's exit, and ends the speculator's step, also after an
                       exception
     sample            states and tokens of answers are kept while heads are learned
