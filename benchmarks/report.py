@@ -73,15 +73,13 @@ def median(values: Any) -> Any:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """A table of the columns that have values."""
-    kept = [
-        number
-        for number in range(len(header))
-        if any(row[number] != "-" for row in rows)
+    columns = [
+        column
+        for column in zip(header, *rows, strict=True)
+        if {*column[1:]} != {"-"}
     ]
-    return table(
-        [header[number] for number in kept],
-        [[row[number] for number in kept] for row in rows],
-    )
+    names, *lines = zip(*columns, strict=True)
+    return table(names, lines)
 
 
 def total(turns: list[Turn], key: str) -> Any:

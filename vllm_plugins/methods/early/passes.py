@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.attn_utils import (
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.temporary import unseen_by_connectors
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
+from vllm_ppd.vllm_plugins.platform import is_cpu
 
 logger = init_logger("vllm.vllm_ppd")
 
@@ -174,14 +175,14 @@ class ShallowPasses:
 
 def on_device(groups: Iterable[Any]) -> bool:
     """Whether all attention groups update their metadata on the device; logs once if
-    one does not.
+    one on a GPU does not.
     """
     others = [
         group.backend.get_name()
         for group in groups
         if not updates_in_place(group.get_metadata_builder())
     ]
-    if others:
+    if others and not is_cpu():
         logger.warning_once(
             "vllm-ppd: attention backend %s may copy sequence lengths to the host in "
             "every shallow pass, which then waits for the device and runs without a "
