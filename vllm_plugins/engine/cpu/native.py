@@ -219,9 +219,7 @@ def expand(
     """output = each request's value, repeated per token, with replace_from replaced by
     replace_to.
     """
-    counts = torch.diff(
-        cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long)
-    )
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = input_val.masked_fill(input_val == replace_from, replace_to)
     output.copy_(values.repeat_interleave(counts))
 
