@@ -95,9 +95,9 @@ def test_no_token_is_left_out_that_wins(spread):
     best = values.argmax()
     for position in range(150):
         noise = ours.noise_32(7, position, slice(None), len(values))
-        kept = ours.contenders(values, best, 7, position)
-        assert (values + noise).argmax() in kept
-        assert len(kept) < len(values) / 9
+        candidates = ours.contenders(values, best, 7, position)
+        assert (values + noise).argmax() in candidates
+        assert len(candidates) < len(values) / 9
 
 
 def test_noise_is_within_the_range_of_which_draws_are_made(monkeypatch):

@@ -123,8 +123,9 @@ class Counters:
         """Attach new counts to a step's output."""
         if not self.values.any():
             return
-        new = zip(COUNTERS, self.take().tolist(), strict=True)
-        setattr(output, ATTRIBUTE, {name: n for name, n in new if n})
+        amounts = zip(COUNTERS, self.take().tolist(), strict=True)
+        new = {name: amount for name, amount in amounts if amount}
+        setattr(output, ATTRIBUTE, new)
 
 
 class Published:

@@ -70,7 +70,9 @@ class DraftingRunnerMixin(UpdatedRunner):
     # [requests + 1] where the rows of logits of each request end, of the step that is
     # being prepared
     _logits_ends: np.ndarray | None = None
-    _custom = False  # whether logits processors of a user take part in each step
+    _custom_processors = (
+        False  # whether logits processors of a user take part in each step
+    )
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)
@@ -92,7 +94,7 @@ class DraftingRunnerMixin(UpdatedRunner):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.speculator.runner = self
         processors = getattr(self.sampler, "logits_processors", ())
-        self._custom = not all(
+        self._custom_processors = not all(
             type(processor).__module__.startswith("vllm.")
             for processor in processors
         )
@@ -102,7 +104,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         self.speculator.refresh()
 
     def add_requests(self, scheduler_output: Any) -> None:
-        if not (scheduler_output.scheduled_new_reqs or self._custom):
+        if not (scheduler_output.scheduled_new_reqs or self._custom_processors):
             # vLLM copies all requests' sampling parameters in each step. They change
             # only when a request is added.
             return

@@ -137,13 +137,13 @@ def post_update(
     if query_start_loc is not None:
         computed += lengths_between(query_start_loc, rows)
     if rows.min(initial=0) < 0:
-        kept = np.flatnonzero(rows >= 0)
-        rows = rows[kept]
-        computed = computed[kept]
-        sampled_tokens = sampled_tokens[kept]
-        num_sampled = num_sampled[kept]
+        not_left_out = np.flatnonzero(rows >= 0)
+        rows = rows[not_left_out]
+        computed = computed[not_left_out]
+        sampled_tokens = sampled_tokens[not_left_out]
+        num_sampled = num_sampled[not_left_out]
         if draft_tokens is not None:
-            draft_tokens = draft_tokens[kept]
+            draft_tokens = draft_tokens[not_left_out]
     if draft_tokens is not None:
         drafts = draft_tokens[:, :num_draft_tokens]
         draft_tokens_out[rows, :num_draft_tokens] = drafts

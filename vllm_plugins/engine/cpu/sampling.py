@@ -247,9 +247,9 @@ def contenders(
     reached = (values[some] + noise_32(seed, position, some, vocab_size)).max()
     bits = hashes(seed, position, slice(None), vocab_size)
     highest = math.exp(min(values[best] - reached + 2 * SLACK, 0)) * WORD
-    kept = np.flatnonzero(bits <= np.uint32(highest))
-    limits = np.exp(values[kept] - (reached - np.float32(SLACK)))
-    return kept[bits[kept].astype(np.float32) <= limits * 2.0**32]
+    possible = np.flatnonzero(bits <= np.uint32(highest))
+    limits = np.exp(values[possible] - (reached - np.float32(SLACK)))
+    return possible[bits[possible].astype(np.float32) <= limits * 2.0**32]
 
 
 def noise_32(
