@@ -70,9 +70,8 @@ class DraftingRunnerMixin(UpdatedRunner):
     # [requests + 1] where the rows of logits of each request end, of the step that is
     # being prepared
     _logits_ends: np.ndarray | None = None
-    _custom_processors = (
-        False  # whether logits processors of a user take part in each step
-    )
+    # Whether logits processors of a user take part in each step
+    _custom_processors = False
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = required_config(vllm_config, self)
