@@ -109,10 +109,10 @@ class Setting(NamedTuple):
 
 
 def recommend(config: Any, parts: Parts) -> dict[str, Any]:
-    """The setting of trained heads with the highest predicted speed-up on sampled
+    """The setting of trained heads with the highest predicted speedup on sampled
     texts.
 
-    The speed-up is the tokens of a step over its cost, in passes of the target at batch
+    The speedup is the tokens of a step over its cost, in passes of the target at batch
     1, where memory bandwidth is the limit. The cost counts the weights that are read,
     of which the LM head's share is h, and leaves out the host's work.
 
@@ -147,7 +147,7 @@ def advice(heads: str, target: str, chosen: dict[str, Any]) -> str:
         )
     command = shlex.join(["vllm", "serve", target, "--speculative-model", heads])
     return (
-        f"Predicted speed-up at batch 1: {speedup:.2f}, from "
+        f"Predicted speedup at batch 1: {speedup:.2f}, from "
         f"{chosen['acceptance_length']:.3f} tokens in a step of "
         f"{chosen['cycle_in_passes']:.3f} passes. The prediction counts the weights that "
         "are read, not the work of the host. Measure with `ppd bench decode`.\n\n"

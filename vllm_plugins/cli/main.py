@@ -111,12 +111,7 @@ def train(options: TrainingOptions) -> int:
         return 0
     trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
     best = facts["held_out_after_step"]
-    kept = (
-        ""
-        if best == facts["steps"]
-        else f" (the heads of step {best}, which are the best)"
-    )
-    print(f"{trained}; held out, before -> after{kept}:")
+    print(f"{trained}; held out, before -> after step {best}, the best:")
     for name, after in facts["held_out_after"].items():
         print(
             f"  {name}: {in_words(facts['held_out_before'].get(name))} -> "
@@ -288,19 +283,15 @@ def main(
 
 
 def _message(error: Exception) -> str:
-    text = shortened(str(error))
-    if "o space left" in text or "isk quota" in text:
-        text = shortened(text, LONGEST_MESSAGE // 2)
-        return f"the disk is full ({text}); free some space and run the same command again"
     if (
         isinstance(error, OSError)
         and error.filename is not None
         and error.strerror
     ):
         where = shortened(str(error.filename), LONGEST_MESSAGE // 2)
-        instead = "check its permissions, or use another path"
+        instead = "check its permissions and the free space, or use another path"
         return f"{where} cannot be read or written ({error.strerror}); {instead}"
-    return text
+    return shortened(str(error))
 
 
 if __name__ == "__main__":

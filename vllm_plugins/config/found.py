@@ -104,19 +104,16 @@ def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
     links = _registry(target)
     if target == TargetFingerprint() or not links.exists():
         return []
-    folders = sorted(os.path.realpath(link) for link in links.iterdir())
-    promises = {folder: promise(folder) for folder in folders}
+    folders = sorted(map(os.path.realpath, links.iterdir()))
+    folders.sort(key=promise, reverse=True)
     reason = "`ppd fit` made them on this machine"
     if len(folders) > 1:
         reason += f", and their calibration predicts the most of {len(folders)}"
-    return [
-        Found(folder, reason)
-        for folder in sorted(folders, key=promises.__getitem__, reverse=True)
-    ]
+    return [Found(folder, reason) for folder in folders]
 
 
 def promise(folder: StrPath) -> float:
-    """The speed-up that the calibration of heads predicts; 0 without one."""
+    """The speedup that the calibration of heads predicts; 0 without one."""
     try:
         parts = load_calibration(folder)
         return float(recommend(load_config(folder), parts)["predicted_speedup"])

@@ -57,6 +57,7 @@ GREEDY = 1
 LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
+MAX_DELAY = 0.02  # of first tokens by verified drafts, relative
 GUESSED_COST = 1.2  # of a step with all drafts, over one without
 LOG_SECONDS = 10.0  # between lines about the choice
 
@@ -109,6 +110,10 @@ class DraftingScheduler(CountingScheduler):
         self.drafts = self.num_spec_tokens  # that the latest step makes
         self.exit = 0  # at which it reads them, an index
         self._by_batch_size: Any = self.dynamic_sd_lookup
+        executor = self.parallel_config.distributed_executor_backend
+        # If every rank has a scheduler, their clocks differ, and so does the step in which
+        # each learns of a match.
+        self._one_scheduler = executor != "external_launcher"
         if config.learns:
             model_config = self.vllm_config.model_config
             self.learning = Learning(model_config.get_hidden_size())
@@ -116,6 +121,7 @@ class DraftingScheduler(CountingScheduler):
         # Drafts of requests that asked for fewer than all
         self._limits: dict[str, int] = {}
         self._may_draft = True  # whether any request may, by the latest choice
+        self._had_to_wait = False  # whether the latest step left requests out
         # Requests of the latest output, and whether each took drafts from its own text
         self._matches: tuple[list[str], list[int]] = ([], [])
         self._matched = False  # whether any had
@@ -135,11 +141,7 @@ class DraftingScheduler(CountingScheduler):
             table = CostTable(
                 sizes=[1], counts=counts, exits=exits, seconds=[row]
             )
-        executor = self.parallel_config.distributed_executor_backend
-        # Every rank has a scheduler there, and their clocks differ.
-        clock = (
-            self.config.adaptive != "table" and executor != "external_launcher"
-        )
+        clock = self.config.adaptive != "table" and self._one_scheduler
         self.draft_policy = DraftPolicy(
             StepCosts(table), KINDS, clock, self._limits
         )
@@ -164,9 +166,10 @@ class DraftingScheduler(CountingScheduler):
 
     @property
     def _alone(self) -> bool:
-        """Whether drafts are looked-up ones alone."""
+        """Whether only requests with a match have drafts, as far as is known."""
         installed = self.learning is not None and self.learning.installed
-        return self.config.spec.looks_up_alone and not installed
+        alone = self.config.spec.looks_up_alone and not installed
+        return alone and self._one_scheduler
 
     # Scheduling -----------------------------------------------------------------------
 
@@ -177,7 +180,22 @@ class DraftingScheduler(CountingScheduler):
         # whole-model graph.
         pads = self.drafts == self.num_spec_tokens
         self.dynamic_sd_lookup = None if pads else self._by_batch_size
-        return super().schedule(*args, **kwargs)
+        # Requests that the latest step left out would not enter this one either
+        policy = self.draft_policy
+        if policy is not None and self.waiting and not self._had_to_wait:
+            self._drop_drafts_beside_prompts(policy.seconds.table)
+        scheduler_output = super().schedule(*args, **kwargs)
+        self._had_to_wait = bool(self.waiting)
+        return scheduler_output
+
+    def _drop_drafts_beside_prompts(self, costs: StepCosts) -> None:
+        """Leave drafts unverified that would delay the first tokens of new requests."""
+        drafting = [request for request in self.running if request.spec_token_ids]
+        prompts = sum(request.num_tokens for request in self.waiting)
+        read = min(prompts, self.max_num_scheduled_tokens)
+        if costs.delay(len(drafting), read, self.drafts) > MAX_DELAY:
+            for request in drafting:
+                request.spec_token_ids = []
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.num_scheduled_tokens:
@@ -326,7 +344,7 @@ class DraftingScheduler(CountingScheduler):
         seconds = None if self._last_output is None else now - self._last_output
         self._observe(step, seconds, scheduler_output, model_runner_output)
         matched = getattr(model_runner_output, MATCHED, None)
-        if matched is not None:
+        if matched is not None and self._one_scheduler:
             self._matches = model_runner_output.req_ids, matched
             self._matched = any(matched)
             if self._matched:
@@ -355,20 +373,16 @@ class DraftingScheduler(CountingScheduler):
         rows: list[tuple[str, int, int]] = []
         if policy.learns(step) and verified:
             self._apply_matches()
-            rows = [
-                (name, self._kinds[name], len(tokens))
-                for name, tokens in zip(
-                    output.req_ids, output.sampled_token_ids, strict=True
-                )
-                if tokens and name in verified and self._kind(name) != OPTED_OUT
-            ]
+            for name, tokens in zip(
+                output.req_ids, output.sampled_token_ids, strict=True
+            ):
+                kind = self._kinds.get(name, OPTED_OUT)
+                if tokens and kind != OPTED_OUT and name in verified:
+                    rows.append((name, kind, len(tokens)))
         names, kinds, emitted = zip(*rows, strict=True) if rows else ((), (), ())
         policy.observe(step, seconds, names, kinds, emitted)
         if seconds is not None and step.steady():
             self._report_served(step, seconds, output.sampled_token_ids)
-
-    def _kind(self, req_id: str) -> int:
-        return self._kinds.get(req_id, OPTED_OUT)
 
     def _report_served(
         self, step: Step, seconds: float, sampled: list[list[int]]
@@ -390,7 +404,7 @@ class DraftingScheduler(CountingScheduler):
         """Note in the requests' kinds which took drafts from their own text."""
         kinds = self._kinds
         for name, match in zip(*self._matches, strict=True):
-            kind = self._kind(name)
+            kind = kinds.get(name, OPTED_OUT)
             if kind != OPTED_OUT and match != kind // LOOKED_UP:
                 kinds[name] = kind % LOOKED_UP + LOOKED_UP * match
         self._matches = [], []
