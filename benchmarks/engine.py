@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -294,9 +295,7 @@ def decode_batch(
     ]  # drafts of which at least 0, 1, 2, ... tokens were accepted
     while change[ACCEPTED_AT, str(len(reached) - 1)]:
         reached.append(change[ACCEPTED_AT, str(len(reached) - 1)])
-    lengths = [
-        more - less for more, less in zip(reached, [*reached[1:], 0], strict=True)
-    ]
+    lengths = [more - less for more, less in pairwise([*reached, 0])]
     ours = {
         name.removeprefix("ppd:").removesuffix("_total"): value
         for (name, _), value in change.items()

@@ -218,8 +218,9 @@ def tables(run: Run) -> list[str]:
     options = run["options"]
     sampling = "greedy"
     if options["temperature"]:
-        top_p = options["top_p"]
-        sampling = f"temperature {options['temperature']:g}, top-p {top_p:g}"
+        sampling = (
+            f"temperature {options['temperature']:g}, top-p {options['top_p']:g}"
+        )
     blocks = [
         f"{options['model']}, {options['dtype']}, {sampling}, "
         f"{options['output_len']} tokens; {run['machine']}; commit {str(run['git'])[:7]}"

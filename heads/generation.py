@@ -237,9 +237,9 @@ def user_turns(
     """
 
     def ids_of(text: str) -> list[int]:
-        return list(
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        )
+        return tokenizer(text, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
 
     def chat_of(user: str) -> str:
         messages = [{"role": "user", "content": user}]

@@ -83,10 +83,6 @@ def in_words(value: Any) -> str:
     return str(value)
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.2f}%"
-
-
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
     """A Markdown table of names, on the left, and numbers."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]

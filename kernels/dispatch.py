@@ -10,7 +10,7 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
     wanted = os.environ.get(SWITCH, "1")
     may_run = tensor.is_cuda or wanted == "always"
     if may_run and wanted != "0":
-        return cast("Callable[P, R]", namesake(reference))
+        return namesake(reference)
     return reference
 
 

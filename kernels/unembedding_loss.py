@@ -147,7 +147,7 @@ def top_log_probs(
     states: Tensor,  # [rows, hidden]
     k: int,
     unembedding: Tensor,  # [vocabulary, hidden]
-    bias: Tensor | None = None,  # [vocabulary]
+    bias: Tensor | None,  # [vocabulary]
     cap: float | None = None,  # of the logits
 ) -> tuple[Tensor, Tensor]:
     """The k likeliest tokens of each row in descending order.
@@ -227,7 +227,7 @@ def kl_to_teacher(
     students: Tensor,  # [exits, rows, hidden], ready for the unembedding
     teacher: Tensor,  # [rows, hidden], final normed states
     unembedding: Tensor,  # [vocabulary, hidden], frozen
-    bias: Tensor | None = None,  # [vocabulary]
+    bias: Tensor | None,  # [vocabulary]
     compare: bool = True,
     cap: float | None = None,  # of the logits
 ) -> tuple[Tensor, Tensor]:

@@ -95,8 +95,7 @@ def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
     names = vllm_config.model_config.architectures
     if names[0] in MULTIMODAL:
         names = [type(model).__name__]
-    adapter: Adapter = resolve_name(adapter_path(names))(model)
-    return adapter
+    return resolve_name(adapter_path(names))(model)
 
 
 class Stack(nn.Module):

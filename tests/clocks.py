@@ -20,7 +20,7 @@ _noise = random.SystemRandom()  # vLLM seeds the ranks alike
 
 def _other_clock(*arguments: Any) -> list[float]:
     _time_steps(*arguments)
-    return [1 + 0.01 * count * _noise.random() for count in arguments[-1]]
+    return [1 + 0.01 * plan.drafts * _noise.random() for plan in arguments[-1]]
 
 
 step_costs.time_steps = _other_clock

@@ -46,7 +46,7 @@ def current() -> Any:
 
 
 def is_cpu() -> bool:
-    return bool(current().is_cpu())
+    return current().is_cpu()
 
 
 def variable(name: str, default: Any = None) -> Any:
@@ -62,7 +62,7 @@ def has_triton() -> bool:
     """Whether vLLM can run its Triton kernels here, which its model runner V2 is made of."""
     from vllm.triton_utils import HAS_TRITON
 
-    return bool(HAS_TRITON)
+    return HAS_TRITON
 
 
 def kv_cache(gib: float) -> dict[str, Any]:
@@ -106,8 +106,7 @@ def invalid_request(message: str, parameter: str) -> Exception:
     """An error that vLLM's front end answers with HTTP 400."""
     from vllm.exceptions import VLLMValidationError
 
-    error: Any = VLLMValidationError(message, parameter=parameter)
-    return error
+    return VLLMValidationError(message, parameter=parameter)
 
 
 def connector_works_by_layers(kv_transfer_config: Any) -> bool:

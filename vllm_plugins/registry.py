@@ -5,7 +5,7 @@ reads.
 Their classes are dotted paths, so that nothing loads before it is used.
 """
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"
 METHOD = "vllm_ppd.vllm_plugins.methods"
@@ -18,8 +18,7 @@ SCHEDULERS = {
 }
 
 
-@dataclass(frozen=True)
-class MethodSpec:
+class MethodSpec(NamedTuple):
     """A drafting method."""
 
     title: str  # as in the start-up log line
@@ -57,8 +56,7 @@ METHODS: dict[str, MethodSpec] = {
         drafter=f"{ENGINE}.lookup.LookupDrafter",
         looks_up_alone=True,
     ),
-    "group": replace(
-        EARLY,
+    "group": EARLY._replace(
         title="a worker group",
         options=("exit_layer", "candidates"),
         stages=2,
@@ -103,8 +101,7 @@ def names() -> list[str]:
 
 
 # Of method lookup where method ppd has found no heads and learns some
-LEARNING = replace(
-    METHODS["lookup"],
+LEARNING = METHODS["lookup"]._replace(
     title="prompt lookup while heads are learned",
     drafter=f"{METHOD}.cp.LearnedDrafter",
     speculator=f"{METHOD}.learning.speculator.LearningSpeculator",

@@ -235,10 +235,8 @@ def replay(
         accepted = alive * survive.sum(1)
         counts = (alive, alive * (room > 0), alive * room, accepted)
         totals += torch.stack([count.sum() for count in counts])
-        at_least = torch.nn.functional.pad(
-            survive, (1, 0), value=1.0
-        )  # [texts, n + 1]
-        exactly = at_least - torch.nn.functional.pad(survive, (0, 1))
+        at_least = functional.pad(survive, (1, 0), value=1.0)  # [texts, n + 1]
+        exactly = at_least - functional.pad(survive, (0, 1))
         mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
     cycles, drafts, drafted, accepted = totals.tolist()
     return Counts(

@@ -19,8 +19,8 @@ from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
 from vllm_ppd.heads.cp.config import CPParts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.module import columns
-from vllm_ppd.heads.planning import ByDrafts, Counts
-from vllm_ppd.heads.text import percent, table
+from vllm_ppd.heads.planning import ByDrafts
+from vllm_ppd.heads.text import table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 # Makes a head from its configuration and its tensors
@@ -28,19 +28,19 @@ MakeHead = Callable[[Any, dict[str, Tensor]], Any]
 
 
 @torch.no_grad()
-def drafted(
+def by_drafts(
     calibration: Calibration,
-    make: MakeHead,
     texts: Texts,
-    token_ids: Tensor | None = None,
-) -> list[Counts]:
+    token_ids: Tensor | None,
+    make: MakeHead,
+) -> ByDrafts:
     """An engine's expected counts on texts with 1, 2, ... drafts.
 
     Args:
         calibration: has the target, and the head's configuration and tensors.
-        make: makes the head.
         texts: of the target.
         token_ids: [tokens] the draft vocabulary (None: the whole).
+        make: makes the head.
     """
     target = calibration.target
     head = make(calibration.config, calibration.tensors).to(
@@ -100,17 +100,8 @@ def drafted(
         drafts,
     )
     lengths = texts.lengths.cpu()
-    return [replay(accept[:, :, :n], lengths) for n in range(1, drafts + 1)]
-
-
-def by_drafts(
-    calibration: Calibration,
-    texts: Texts,
-    token_ids: Tensor | None,
-    make: MakeHead,
-) -> ByDrafts:
-    """What is stored of `drafted`."""
-    return ByDrafts(by_drafts=drafted(calibration, make, texts, token_ids))
+    counts = [replay(accept[:, :, :n], lengths) for n in range(1, drafts + 1)]
+    return ByDrafts(by_drafts=counts)
 
 
 PARTS = parts_by_vocabulary(partial(by_drafts, make=CPHead))
@@ -122,7 +113,7 @@ def tables(parts: CPParts) -> Iterator[str]:
     yield table(
         ["texts", "drafts", "rate", "accepted per step"],
         [
-            [name, drafts, percent(counts.rate), f"{counts.length - 1:.3f}"]
+            [name, drafts, f"{counts.rate:.2%}", f"{counts.length - 1:.3f}"]
             for name, by in parts.by_name().items()
             for drafts, counts in enumerate(by.by_drafts, start=1)
         ],

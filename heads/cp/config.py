@@ -18,14 +18,6 @@ from vllm_ppd.heads.text import Integers
 
 CPParts = PartsByVocabulary[ByDrafts]
 Condition = Literal["none", "recurrent"]
-Positions = Annotated[
-    int,
-    Field(
-        ge=2,
-        le=17,
-        description="positions of the joint: one verified token and n-1 drafts",
-    ),
-]
 Rank = Annotated[int, Field(ge=1, le=64, description="experts of the mixture")]
 
 
@@ -185,7 +177,11 @@ class CPConfig(ChainConfig, Experts):
     options = CPOptions
     tensor_names = r"cp\.(gate|transforms|classifiers)$"
 
-    positions: Positions
+    positions: int = Field(
+        ge=2,
+        le=17,
+        description="positions of the joint: one verified token and n-1 drafts",
+    )
     rank: Rank
     condition: Condition = Field(
         "none", description="what the experts read besides the state"

@@ -362,7 +362,7 @@ def draft_in_sequence(
     log_weights: Tensor,  # [rows, r], before the first draft
     drafts: int,
     read: Callable[[int, Tensor | None], Tensor],
-    sampling: Sampling | None = None,
+    sampling: Sampling | None,
     token_ids: Tensor | None = None,
 ) -> Tensor:
     """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain

@@ -134,7 +134,7 @@ class Documents:
             **settings,
         )
         for row, document in enumerate(documents):
-            ids = list(encoded["input_ids"][row])
+            ids = encoded["input_ids"][row]
             mask = None
             if document.responses and is_fast:
                 mask = _mask(document.responses, encoded["offset_mapping"][row])
@@ -157,12 +157,10 @@ class Documents:
         before = self.tokenizer(text[:edge], verbose=False, **settings)[
             "input_ids"
         ]
-        return len(os.path.commonprefix([ids, list(before)]))
+        return len(os.path.commonprefix([ids, before]))
 
     def skips(self) -> str:
-        """How many records were skipped and why, in one line; empty if none was."""
-        if not self.skipped:
-            return ""
+        """How many records were skipped and why, in one line."""
         reasons = [
             f"{count} {reason}" for reason, count in self.skipped.most_common()
         ]
@@ -192,7 +190,7 @@ def _mask(
 
 
 def render(
-    chat: Chat, where: str, tokenizer: Any, system: str | None = None
+    chat: Chat, where: str, tokenizer: Any, system: str | None
 ) -> Document:
     """The document of a chat, rendered by the model's chat template.
 
@@ -289,8 +287,8 @@ def _answer(messages: Messages, rendered: Callable[..., str]) -> Answer:
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The token IDs that a tokenizer adds before and after a text."""
-    plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer(PROBE)["input_ids"])
+    plain = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+    whole = tokenizer(PROBE)["input_ids"]
     for start in range(len(whole) - len(plain) + 1):
         end = start + len(plain)
         if whole[start:end] == plain:
@@ -324,7 +322,7 @@ def document_prompts(
                 add_special_tokens=not document.is_chat,
                 verbose=False,
             )
-            yield document, [list(encoded["input_ids"])]
+            yield document, [encoded["input_ids"]]
         else:
             ids = document.ids or []
             text = ids[len(before) : len(ids) - len(after)]

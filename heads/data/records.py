@@ -115,8 +115,7 @@ class Document:
         return documents or [self]
 
 
-@dataclass(frozen=True)
-class Chat:
+class Chat(NamedTuple):
     """Messages, which a chat template renders as a document."""
 
     messages: Messages

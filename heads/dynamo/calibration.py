@@ -2,7 +2,7 @@
 """Expected acceptance of DynaMo heads in verified mode, by back-off threshold and drafts."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.dynamo.mask import LearnedMask
 from vllm_ppd.heads.dynamo.recipe import DynaMoHeads, new_layers
-from vllm_ppd.heads.planning import Counts
-from vllm_ppd.heads.text import percent, table
+from vllm_ppd.heads.text import table
 from vllm_ppd.heads.training.tokens import Batch
 
 JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
@@ -30,11 +29,8 @@ Key = tuple[float, int]  # back-off threshold, most drafts
 
 @torch.no_grad()
 def drafted(
-    calibration: Calibration,
-    texts: Texts,
-    eps_b: Sequence[float],
-    token_ids: Tensor | None = None,
-) -> dict[Key, Counts]:
+    calibration: Calibration, texts: Texts, token_ids: Tensor | None
+) -> Rows:
     """An engine's expected counts on texts, by back-off threshold and most drafts.
 
     Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the
@@ -45,21 +41,21 @@ def drafted(
     Args:
         calibration: has the target, and the heads' configuration and tensors.
         texts: of the target.
-        eps_b: thresholds.
         token_ids: [tokens] the draft vocabulary (None: the whole).
     """
     target = calibration.target
     temperature = texts.temperature
     k = calibration.config.sampling.k
     heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
-    heads.load(calibration.tensors)
+    tensors = calibration.tensors
+    heads.load_state_dict({name: tensors[name] for name in heads.state_dict()})
     heads.to(target.device, target.dtype).eval()
-    counts = CoOccurrence.from_tensors(calibration.tensors)
-    ngrams = None if counts is None else counts.ngrams.to(target.device)
+    seen = CoOccurrence.from_tensors(tensors)
+    ngrams = None if seen is None else seen.ngrams.to(target.device)
     ids = torch.arange(target.vocab_size, device=target.device)
     if token_ids is not None:
         ids = token_ids
-    mask = LearnedMask(calibration.tensors).to(target.device, target.dtype)
+    mask = LearnedMask(tensors).to(target.device, target.dtype)
     heat = torch.tensor(temperature or 1.0, device=target.device)
     tables = mask.tables(
         ids,
@@ -69,6 +65,7 @@ def drafted(
     steps = texts.generated.shape[1]
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // k**drafts)
+    eps_b = calibration.options.eps_b
     keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
     chances: dict[Key, list[Tensor]] = defaultdict(list)
     limits: dict[Key, list[Tensor]] = defaultdict(list)
@@ -119,16 +116,14 @@ def drafted(
                 chances[key].append(chance.cpu())
                 limits[key].append((choice.order - 1).cpu())
     lengths = texts.lengths.cpu()
-    measured = {}
+    measured = []
     for key in keys:
-        accept = torch.cat(chances[key]).view(
-            -1,
-            steps,
-            key[1],
-        )
+        eps, most = key
+        accept = torch.cat(chances[key]).view(-1, steps, most)
         limit = torch.cat(limits[key]).view(-1, steps)
-        measured[key] = replay(accept, lengths, limit)
-    return measured
+        counts = replay(accept, lengths, limit).model_dump()
+        measured.append(Row(eps_b=eps, drafts_allowed=most, **counts))
+    return Rows(rows=measured)
 
 
 def head_states(
@@ -149,24 +144,7 @@ def head_states(
     return [run.final, *others]
 
 
-def rows(
-    calibration: Calibration, texts: Texts, token_ids: Tensor | None
-) -> Rows:
-    """What is stored of `drafted`."""
-    counts = drafted(
-        calibration,
-        texts,
-        calibration.options.eps_b,
-        token_ids,
-    )
-    made = [
-        Row(eps_b=eps, drafts_allowed=n, **by.model_dump())
-        for (eps, n), by in counts.items()
-    ]
-    return Rows(rows=made)
-
-
-PARTS = parts_by_vocabulary(rows)
+PARTS = parts_by_vocabulary(drafted)
 
 
 def tables(parts: DynaMoParts) -> Iterator[str]:
@@ -177,7 +155,7 @@ def tables(parts: DynaMoParts) -> Iterator[str]:
         for row in by.rows:
             drafted = row.drafted / max(row.cycles, 1)
             accepted = row.accepted / max(row.cycles, 1)
-            figures = (percent(row.rate), f"{drafted:.3f}", f"{accepted:.3f}")
+            figures = (f"{row.rate:.2%}", f"{drafted:.3f}", f"{accepted:.3f}")
             lines.append([name, row.eps_b, row.drafts_allowed, *figures])
     header = ["texts", "eps_b", "most drafts", "rate", "drafted", "accepted"]
     yield table(header, lines)

@@ -62,10 +62,6 @@ class DynaMoHeads(nn.Module):
         output = self.head[str(token)](*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Load the weights of a checkpoint's tensors."""
-        self.load_state_dict({name: tensors[name] for name in self.state_dict()})
-
 
 def new_layers(
     target: Target, tokens: int, start: str = "copy"

@@ -17,7 +17,7 @@ from vllm_ppd.heads.calibration.acceptance import (
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.early.config import TRAINED, ByLayer, EarlyParts, Matches
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.text import percent, table
+from vllm_ppd.heads.text import table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 KS = (1, 3, 5)  # candidates of a worker group
@@ -144,7 +144,7 @@ def tables(parts: EarlyParts) -> Iterator[str]:
     yield "Match rate by exit layer, greedy texts (PPD, Table 2)"
     rows = []
     for k, rates in measured.match.items():
-        rows.append([k, *map(percent, rates[TRAINED])])
+        rows.append([k, *(f"{rate:.2%}" for rate in rates[TRAINED])])
     yield table(["k", *measured.layers], rows)
     by_name = {
         f"{name} texts": by_form[TRAINED]

@@ -201,12 +201,12 @@ class RecurrentHead(NamedWeights):
         context: Tensor,
     ) -> Tensor:
         """[rows, factors, 1, vocabulary]; the target's own LM head is not read."""
-        by_position = []
-        for position, states in enumerate(
-            self.states(hidden, context).unbind(dim=1)
-        ):
-            by_position.append(functional.linear(states, self.lm_head(position)))
-        return torch.stack(by_position, dim=1).unsqueeze(2)
+        by_position = self.states(hidden, context).unbind(dim=1)
+        logits = [
+            functional.linear(states, self.lm_head(position))
+            for position, states in enumerate(by_position)
+        ]
+        return torch.stack(logits, dim=1).unsqueeze(2)
 
     def log_probs(
         self,

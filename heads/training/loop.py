@@ -252,10 +252,9 @@ class Run:
         ):
             # Better weights were kept after this checkpoint; the run finds them again.
             held_out.best = None
-        tokens = self.saved * self.tokens_a_step
         self.processes.say(
             f"{self.out} continues at step {self.saved} of {self.steps}, after "
-            f"{tokens:,} tokens"
+            f"{self.saved * self.tokens_a_step:,} tokens"
         )
 
     def train(self) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class HeadsRecipe(Recipe):
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Choose the draft vocabulary, and start from what some windows show."""
         self.store = store
-        self.token_counts = store.token_counts(self.target.vocab_size)
+        self.token_counts = store.token_counts()
         size = self.trained_size
         if size:
             self.use_vocabulary(most_frequent(self.token_counts, size))

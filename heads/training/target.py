@@ -70,7 +70,7 @@ def cpu_computes_bfloat16() -> bool:
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    return bool(
+    return (
         torch.cpu._is_avx512_bf16_supported()
         or torch.cpu._is_amx_tile_supported()
     )
@@ -157,16 +157,15 @@ class Target:
         self.base: Any = getattr(decoder, "model", decoder)
         self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
         self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
-        self.has_sinks = any(
+        # gpt-oss: only eager attention reads its sinks. Transformers ignores positions
+        # in its masks, so documents would see each other.
+        self.passes_masks = any(
             hasattr(module, "sinks") for module in model.modules()
         )
-        if self.has_sinks:  # gpt-oss: only this attention reads them
+        if self.passes_masks:
             self.model.set_attn_implementation("eager")
         config = self.model.config.get_text_config()
         self.config = config
-        # Transformers ignores positions in gpt-oss's masks, so documents would see each
-        # other.
-        self.passes_masks = self.has_sinks
         # M-RoPE has a position for each of text, time, height and width.
         rope = getattr(config, "rope_parameters", None) or {}
         self.position_axes = 4 if "mrope_section" in rope else 1
@@ -341,24 +340,17 @@ class Target:
         """All states that `run` returns, from the final ones and those after layers."""
         exits = {layer: self.norm(hidden) for layer, hidden in layers.items()}
         states = TargetStates(final, exits, layers)
-        if stem:
-            states.stem = self._stem(batch, layers[self.num_layers - 1])
-        return states
-
-    def _stem(
-        self, batch: Batch, hidden: Tensor
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the last decoder layer's call, from the states [rows, hidden]
-        before it; no layer runs.
-        """
-        calls: list[Any] = []
-        # The model's forward pass makes masks and rotary embeddings. Its layers pass on
-        # these states instead of their input, as some families scale embeddings first
-        # (Granite).
-        embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
+        if not stem:
+            return states
+        # The arguments of the last decoder layer's call, from the states before it; no
+        # layer runs. The model's forward pass makes masks and rotary embeddings. Its
+        # layers pass on these states instead of their input, as some families scale
+        # embeddings first (Granite).
+        before = layers[self.num_layers - 1].to(self.dtype)
+        embeddings = before.view(*batch.input_ids.shape, -1)
 
         def passed_on(*args: Any, **kwargs: Any) -> Tensor:
-            calls.append((args, kwargs))
+            states.stem = args, kwargs
             return embeddings
 
         with ExitStack() as undo:
@@ -366,7 +358,7 @@ class Target:
                 layer.forward = passed_on
                 undo.callback(layer.__dict__.pop, "forward")
             self.base(inputs_embeds=embeddings, **self._places(batch))
-        return calls[-1]
+        return states
 
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""

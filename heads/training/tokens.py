@@ -199,16 +199,16 @@ class TokenStore:
             None if counted.all() else torch.from_numpy(counted.copy()),
         )
 
-    def token_counts(self, vocab_size: int) -> Tensor:
+    def token_counts(self) -> Tensor:
         """How often each token occurs among those counted in the training loss:
         [vocabulary] int32.
         """
         tokens = self.tokens["train"]
-        counts = np.zeros(vocab_size, dtype=np.int64)
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
         for start in range(0, len(tokens), COUNTED):
             some = tokens[start : start + COUNTED]
             counts += np.bincount(
-                some["id"][some["counted"]], minlength=vocab_size
+                some["id"][some["counted"]], minlength=self.vocab_size
             )
         return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
 

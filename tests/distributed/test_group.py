@@ -310,7 +310,7 @@ def test_trained_heads_are_right_more_often(
     alone: Factory, group: Factory
 ) -> None:
     rates = []
-    fitted = ("early", {"head": "classifier"})
+    fitted = ("early", {"head": "classifier", "exit_layers": (4,)})
     for options in (CANDIDATES, CANDIDATES | {"heads": fitted}):
         llm = group(options)
         with counting(llm) as seen:

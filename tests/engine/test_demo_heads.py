@@ -43,6 +43,7 @@ def calibration(
                 heads=heads,
                 data=(str(data),),
                 num_prompts=24,
+                eps_b=(0.0,),
                 prompt_tokens=PROMPT,
             )
         )
@@ -100,18 +101,8 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Counts:
     if config.kind == "early":
         return early.read_exits(calibration, texts, short).drafted(3)[EXIT][2]
     if config.kind == "cp":
-        return cp.drafted(
-            calibration,
-            CPHead,
-            texts,
-            short,
-        )[2]
-    return dynamo.drafted(
-        calibration,
-        texts,
-        (0.0,),
-        short,
-    )[0.0, 2]
+        return cp.by_drafts(calibration, texts, short, CPHead).by_drafts[2]
+    return dynamo.drafted(calibration, texts, short).rows[1]
 
 
 @pytest.mark.engine

@@ -20,7 +20,7 @@ from test_demo_heads import counted
 
 from vllm_ppd.heads.calibration.acceptance import generate
 from vllm_ppd.heads.calibration.run import open_calibration
-from vllm_ppd.heads.cp.calibration import drafted
+from vllm_ppd.heads.cp.calibration import by_drafts
 from vllm_ppd.heads.cp.config import CPOptions
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.folder import load_config
@@ -146,7 +146,8 @@ def test_as_many_drafts_are_accepted_as_foretold(
     )
     token_ids = calibration.draft_vocabulary()
     assert token_ids is not None and len(token_ids) == 200
-    expected = drafted(calibration, CPHead, texts, token_ids)[DRAFTS - 1]
+    counts_of = by_drafts(calibration, texts, token_ids, CPHead).by_drafts
+    expected = counts_of[DRAFTS - 1]
     seen = counted(outputs, DRAFTS, TOKENS)
     counts = [seen["drafts"], seen["drafted"], seen["accepted"]]
     foretold = (expected.drafts, expected.drafted, expected.accepted)

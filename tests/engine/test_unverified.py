@@ -65,7 +65,7 @@ def choices_along(
     config, tensors = load_tensors(folder, DynaMoConfig)
     target = Target(str(model), torch.device("cpu"), torch.float32)
     heads = DynaMoHeads(new_layers(target, config.tokens))
-    heads.load(tensors)
+    heads.load_state_dict({name: tensors[name] for name in heads.state_dict()})
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     calibration: Any = SimpleNamespace(target=target, autocast=torch.no_grad)
     _, *states = head_states(calibration, heads, batch)

@@ -288,8 +288,10 @@ class Fit:
         )
         steps = steps_in(seconds, speed)
         chosen["steps"] = steps
-        seen = steps * windows * length
-        print(f"training on {seen:,} tokens, of {tokens:,}", flush=True)
+        print(
+            f"training on {steps * windows * length:,} tokens, of {tokens:,}",
+            flush=True,
+        )
         chosen["evaluate_every"] = -(-steps // EVALUATIONS)
         chosen["patience"] = PATIENCE
         save_every = round(CHECKPOINT_SECONDS / speed.step)

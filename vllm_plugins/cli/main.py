@@ -110,8 +110,10 @@ def train(options: TrainingOptions) -> int:
     ):  # torchrun and accelerate start a process per GPU
         return 0
     trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
-    best = facts["held_out_after_step"]
-    print(f"{trained}; held out, before -> after step {best}, the best:")
+    print(
+        f"{trained}; held out, before -> after step {facts['held_out_after_step']}, "
+        "the best:"
+    )
     for name, after in facts["held_out_after"].items():
         print(
             f"  {name}: {in_words(facts['held_out_before'].get(name))} -> "

@@ -43,7 +43,7 @@ class Found(NamedTuple):
 def found_heads(
     model_config: ModelConfig,
     at_hand: Callable[[], TargetFingerprint],
-    learn_dir: str | None = None,
+    learn_dir: str | None,
 ) -> list[Found]:
     """Heads of a target, the best first. They are not checked.
 
@@ -116,7 +116,7 @@ def promise(folder: StrPath) -> float:
     """The speedup that the calibration of heads predicts; 0 without one."""
     try:
         parts = load_calibration(folder)
-        return float(recommend(load_config(folder), parts)["predicted_speedup"])
+        return recommend(load_config(folder), parts)["predicted_speedup"]
     except (HeadsError, OSError):
         return 0.0
 

@@ -53,7 +53,7 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
 
 
 def with_method(
-    speculative_config: dict[str, Any], stages: int = 1
+    speculative_config: dict[str, Any], stages: int
 ) -> dict[str, Any]:
     """A speculative_config with its names resolved to one of our methods, or PPD where
     heads are still to be found, and its heads.

@@ -43,7 +43,8 @@ def resolve(
     method = METHODS[options.method]
     defaults: dict[str, Any] = {}
     # Tokens of a group and unverified tokens are final
-    if options.verify and method.stages == 1:
+    verifies = options.verify and method.stages == 1
+    if verifies:
         defaults["prompt_lookup_min"] = SHORTEST_MATCH
     if method.looks_up_alone and not learns:
         defaults = dict(LOOKUP)
@@ -88,9 +89,7 @@ def resolve(
             "learns": learns,
             "cuts": method.cuts or bool(getattr(heads, "layers", ())),
             "heads_summary": "" if heads is None else heads.describe(),
-            "adaptive": options.adaptive
-            if options.verify and method.stages == 1
-            else False,
+            "adaptive": verifies and options.adaptive,
         }
     )
     refuse_options(options, config, heads)

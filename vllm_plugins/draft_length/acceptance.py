@@ -103,7 +103,7 @@ class Acceptance:
         self._counts: Counter[tuple[int, int, int]] = Counter()
         # request -> [accepted drafts, drafts that its kind expected]
         self._requests: dict[str, list[float]] = {}
-        self._age = 0  # steps since drafts were verified
+        self.age = 0  # steps since drafts were verified
 
     def observe(
         self,
@@ -119,7 +119,7 @@ class Acceptance:
             drafts: of each request.
             emitted: tokens of each.
         """
-        self._age = 0
+        self.age = 0
         verified = self._at_most(drafts, req_ids)
         self._counts.update(zip(kinds, verified, emitted, strict=True))
         if len(req_ids) > MAX_FOLLOWED:
@@ -128,9 +128,7 @@ class Acceptance:
         for req_id, kind, most, tokens in zip(
             req_ids, kinds, verified, emitted, strict=True
         ):
-            state = self._requests.get(req_id)
-            if state is None:
-                state = self._requests[req_id] = [0.0, 0.0]
+            state = self._requests.setdefault(req_id, [0.0, 0.0])
             state[0] = state[0] * kept + tokens - 1
             state[1] = state[1] * kept + self.kinds[kind].expected[most]
 
@@ -142,10 +140,6 @@ class Acceptance:
         for (kind, drafts), accepted in groups.items():
             self.kinds[kind].count(drafts, accepted)
         self._counts.clear()
-
-    def grow_old(self) -> None:
-        """Note a step without verified drafts."""
-        self._age += 1
 
     def forget_others(self, req_ids: Collection[str]) -> None:
         """Forget all requests but these, once there are many others."""
@@ -193,6 +187,4 @@ class Acceptance:
 
     def deviation(self, kinds: Collection[int], drafts: int) -> float:
         """The largest standard deviation of S_k among the kinds of a batch."""
-        return max(
-            self.kinds[kind].deviation(drafts, self._age) for kind in kinds
-        )
+        return max(self.kinds[kind].deviation(drafts, self.age) for kind in kinds)

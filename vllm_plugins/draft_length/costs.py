@@ -85,29 +85,31 @@ class StepCosts:
         self.max_drafts = table.counts[-1]
         self.exits = table.exits
         self.plans = table.plans  # measured ones
-        self.sizes = np.array(table.sizes, dtype=float)
+        self.sizes = sizes = np.array(table.sizes, dtype=float)
         # Plan -> [sizes]
-        self._seconds: dict[Plan, ndarray] = {}
+        by_plan: dict[Plan, ndarray] = {}
         measured = np.array(table.seconds)
         drafting = len(table.counts) - 1
         for exit in range(self.exits):
             first = 1 + exit * drafting
             columns = [0, *range(first, first + drafting)]
-            ascending = _least_of_larger(measured[:, columns])
+            # For each step, the least seconds of steps with no fewer requests and drafts
+            falling = measured[::-1, columns[::-1]]
+            for axis in (0, 1):
+                falling = np.minimum.accumulate(falling, axis)
+            ascending = falling[::-1, ::-1]
             for column, count in enumerate(table.counts):
                 plan = Plan(count, exit if count else 0)
-                self._seconds.setdefault(plan, ascending[:, column])
+                by_plan.setdefault(plan, ascending[:, column])
         self._decoding = functools.cache(
-            lambda requests, plan: _at(requests, self.sizes, self._seconds[plan])
+            lambda requests, plan: _at(requests, sizes, by_plan[plan])
         )
         # Tokens of steps without drafting, ascending, and their seconds. The last is the
         # verification of the largest batch's drafts, less what drafting takes for one.
-        plain = self._seconds[NO_DRAFTS]
-        most = self._seconds[Plan(self.max_drafts)]
+        plain = by_plan[NO_DRAFTS]
+        most = by_plan[Plan(self.max_drafts)]
         verified = max(most[-1] - (most[0] - plain[0]), plain[-1])
-        self._tokens = np.append(
-            self.sizes, self.sizes[-1] * (1 + self.max_drafts)
-        )
+        self._tokens = np.append(sizes, sizes[-1] * (1 + self.max_drafts))
         self._plain = np.append(plain, verified)
 
     def seconds(self, requests: int, prompt_tokens: int, plan: Plan) -> float:
@@ -145,12 +147,3 @@ def _at(x: float, places: ndarray, values: ndarray) -> float:
         slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
         return float(values[-1] + max(slope, 0.0) * (x - places[-1]))
     return float(np.interp(x, places, values))
-
-
-def _least_of_larger(seconds: ndarray) -> ndarray:
-    """For each step, the least seconds of steps with no fewer requests and drafts:
-    [sizes, counts].
-    """
-    return np.minimum.accumulate(
-        np.minimum.accumulate(seconds[::-1, ::-1], axis=0), axis=1
-    )[::-1, ::-1]

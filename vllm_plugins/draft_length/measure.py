@@ -74,8 +74,7 @@ def measure_table(
         round_seconds[size] = from_first_rank(took)
 
     def seconds_left() -> float:
-        left: float = from_first_rank(began + SECONDS - time.perf_counter())
-        return left
+        return from_first_rank(began + SECONDS - time.perf_counter())
 
     smallest, *larger = sizes_to_measure(largest, counts[-1])
     run(smallest)

@@ -12,7 +12,7 @@ explorations end by themselves.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from vllm_ppd.vllm_plugins.draft_length.acceptance import MAX_FOLLOWED, Acceptance
+from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
 from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.learning import Orders
 from vllm_ppd.vllm_plugins.draft_length.seconds import StepSeconds
@@ -25,6 +25,8 @@ STARTS = 1.01
 SURE = 2.0
 # Steps of an exploration; all but the first verify the drafts of the one before
 PROBE = 4
+# Requests of a step whose acceptance is observed, in the mean
+OBSERVED = 16
 # A choice holds for these steps, unless the load changes
 HELD = 4
 # Explorations begin at a multiple of these steps
@@ -134,7 +136,7 @@ class DraftPolicy:
         self._unseen += 1
         changed = step.verified != self._verified
         self._verified = step.verified
-        if not changed and self._unseen * MAX_FOLLOWED < step.requests:
+        if not changed and self._unseen * OBSERVED < step.requests:
             return False
         self._unseen = 0
         return True
@@ -163,7 +165,7 @@ class DraftPolicy:
         drafts, exit = step.verified
         for number, acceptance in enumerate(self.acceptance):
             if not drafts or number != exit:
-                acceptance.grow_old()
+                acceptance.age += 1
             elif req_ids:
                 acceptance.observe(req_ids, kinds, drafts, emitted)
 

@@ -12,6 +12,7 @@ a prompt is what they add to that step, over the seconds of a step of decoding a
 
 import functools
 import math
+from collections import defaultdict
 from itertools import combinations
 
 from vllm_ppd.vllm_plugins.draft_length.costs import NO_DRAFTS, Plan, StepCosts
@@ -27,7 +28,7 @@ NOISE = 0.1
 TABLE_ERROR = 0.1
 # No comparison is surer than this, and it weighs half after so many steps
 LEAST_ERROR = 0.01
-HALF_LIFE = 8192.0
+HALF_LIFE = 1024.0
 # A step counts as at most so many times the mean: the machine did something else
 CLIP = 4.0
 MAX_COSTS = 10_000  # costs of the table that are kept
@@ -78,12 +79,12 @@ class Bucket:
         ]
         for first, second in combinations(sorted(self.means), 2):
             if first in ended or second in ended:
-                factor, precision = self._evidence(first, second)
+                factor, precision = self.evidence(first, second)
                 self.kept[first, second] = factor, precision, self.step
         for plan in ended:
             self.means[plan].steps = 0
 
-    def _evidence(self, first: Plan, second: Plan) -> tuple[float, float]:
+    def evidence(self, first: Plan, second: Plan) -> tuple[float, float]:
         """(Factor on the table's cost of `second` over `first`, its precision)."""
         factor, precision, step = self.kept.get((first, second), (1.0, 0.0, 0))
         precision *= 0.5 ** ((self.step - step) / HALF_LIFE)
@@ -96,17 +97,12 @@ class Bucket:
         factor /= precision + new
         return factor, min(precision + new, LEAST_ERROR**-2)
 
-    def compares(self, first: Plan, second: Plan) -> bool:
-        """Whether steps compare two plans."""
-        pair = min(first, second), max(first, second)
-        return self._evidence(*pair)[1] > 0
-
     def _factor(self, first: Plan, second: Plan) -> tuple[float, float]:
         """(Factor on the table's cost of `second` over `first`, its relative error)."""
         if first > second:
             factor, error = self.factor(second, first)
             return 1 / factor, error
-        factor, precision = self._evidence(first, second)
+        factor, precision = self.evidence(first, second)
         prior = TABLE_ERROR**-2
         factor = (prior + factor * precision) / (prior + precision)
         return factor, 1 / (math.sqrt(prior + precision) * factor)
@@ -123,14 +119,11 @@ class StepSeconds:
     def __init__(self, table: StepCosts, clock: bool) -> None:
         self.table = table
         self.clock = clock
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: defaultdict[int, Bucket] = defaultdict(Bucket)
         self._by_table = functools.lru_cache(MAX_COSTS)(self._added)
 
     def _bucket(self, requests: int) -> Bucket:
-        size = requests.bit_length()
-        if size not in self._buckets:
-            self._buckets[size] = Bucket()
-        return self._buckets[size]
+        return self._buckets[requests.bit_length()]
 
     def add(self, requests: int, plan: Plan, seconds: float) -> None:
         """Add a step as served that read no prompt.
@@ -147,11 +140,8 @@ class StepSeconds:
     def lacks(self, requests: int, first: Plan, second: Plan) -> bool:
         """Whether the table alone compares two plans, after some steps."""
         bucket = self._bucket(requests)
-        return (
-            self.clock
-            and bucket.step >= MEMORY
-            and not bucket.compares(first, second)
-        )
+        _, precision = bucket.evidence(*sorted((first, second)))
+        return self.clock and bucket.step >= MEMORY and not precision
 
     def relative(
         self, requests: int, prompt_tokens: int, first: Plan, second: Plan

@@ -10,7 +10,6 @@ host.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -48,8 +47,7 @@ class LookedUp(NamedTuple):
         return self.gains[self.kinds(first)] > 0
 
 
-@dataclass(frozen=True)
-class DraftInputs:
+class DraftInputs(NamedTuple):
     """The step that has just ended, with a row for each request that may draft."""
 
     newest_ids: Tensor  # [requests] int64, the last token that each emitted
@@ -65,8 +63,7 @@ class DraftInputs:
     looked_up: LookedUp | None
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(NamedTuple):
     """The drafts after a step."""
 
     token_ids: Tensor  # [requests, K] int64

@@ -67,7 +67,7 @@ class Lookup:
         self.longest = max(self.shortest, LONGEST)
         self.alone = config.spec.looks_up_alone
         drafts = config.num_speculative_tokens
-        self.states = req_states
+        self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
         self.matched = torch.zeros(rows, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
         # Of each request row, and one more for padding
@@ -111,7 +111,7 @@ class Lookup:
         matched = self.matched[: len(rows)]
         tokens = self.tokens[: len(rows)]
         chosen(look_up, rows)(
-            self._texts(),
+            self.texts,
             rows,
             self.shortest,
             self.longest,
@@ -141,7 +141,7 @@ class Lookup:
         if not self.alone:
             kinds = looked_up.kinds(first)[:, None]
             chosen(judge, rows)(
-                self._texts(),
+                self.texts,
                 rows,
                 torch.cat([kinds, looked_up.token_ids, drafts], dim=1),
                 self._began,
@@ -152,16 +152,11 @@ class Lookup:
         torch.where(taken[:, None], looked_up.token_ids, drafts, out=drafts)
         self._taken.value[rows] = taken.long()
 
-    def _texts(self) -> Texts:
-        states = self.states
-        return Texts(states.all_token_ids.gpu, states.total_len.gpu)
-
     def taken(self, rows: np.ndarray) -> list[int]:
         """Whether request rows took looked-up drafts in the latest step that the device
         has ended: [rows], 0 or 1.
         """
-        taken: list[int] = self._taken.seen[rows].tolist()
-        return taken
+        return self._taken.seen[rows].tolist()
 
 
 class LookupDrafter(Drafter):

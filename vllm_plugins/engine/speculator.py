@@ -115,7 +115,6 @@ class Speculator(DraftModelSpeculator):
     def load_model(self, target_model: Any) -> None:
         self.model = self.load_draft_model(target_model, set())
         self.draft_attn_layer_names: set[str] = set()
-        self.supports_mm_inputs = False
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         self.attn_groups: list[Any] = []  # no attention besides the target's

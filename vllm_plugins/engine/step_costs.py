@@ -2,8 +2,6 @@
 """Step costs of an engine: measured when vLLM has warmed up, or taken from an earlier start."""
 
 import copy
-import hashlib
-import json
 import logging
 import time
 from functools import partial
@@ -16,7 +14,7 @@ from pydantic import ValidationError
 from vllm import envs
 from vllm.distributed import get_tp_group
 
-from vllm_ppd.heads.files import digest_of
+from vllm_ppd.heads.files import digest_of, digest_of_value
 from vllm_ppd.heads.folder import CONFIG_NAME
 from vllm_ppd.heads.provenance import processor
 from vllm_ppd.vllm_plugins import platform
@@ -135,9 +133,7 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
         torch.__version__,
         platform.version(),  # another version may have faster kernels
     ]
-    key = hashlib.sha256(
-        json.dumps(settings, sort_keys=True, default=str).encode()
-    ).hexdigest()[:16]
+    key = digest_of_value(settings)[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_ppd_step_costs" / f"{key}.json"
 
 

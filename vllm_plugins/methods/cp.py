@@ -16,7 +16,7 @@ No layer runs and no KV is written: the next step verifies [b, d1..dn] in one fo
 the target.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -63,15 +63,6 @@ class ParallelRecurrence(Recurrence):
         return self.target.all_reduce(gated)
 
 
-def recurrence_of(tensors: Mapping[str, Tensor], target: Target) -> Recurrence:
-    """The recurrence of a CP head; the ranks divide it if that pays."""
-    names = ("token", "inner", "outer")
-    token, inner, outer = (tensors[f"cp.recurrence.{name}"] for name in names)
-    if target.divides([token, inner, outer], *outer.shape):
-        return ParallelRecurrence(tensors, target)
-    return Recurrence(tensors, target.linear)
-
-
 class CPDrafter(Drafter):
     """Drafts with a CP head over the target's last hidden state."""
 
@@ -96,7 +87,14 @@ class CPDrafter(Drafter):
             if heads.rank > 1:
                 up = tensors["cp.recurrence.up"]
                 placed["cp.recurrence.up"] = up.to(target.device, target.dtype)
-            self.recurrence = recurrence_of(placed, target)
+            names = ("token", "inner", "outer")
+            parts = [tensors[f"cp.recurrence.{name}"] for name in names]
+            # The ranks divide it if that pays
+            self.recurrence = (
+                ParallelRecurrence(placed, target)
+                if target.divides(parts, *parts[-1].shape)
+                else Recurrence(placed, target.linear)
+            )
         elif heads.factorised:
             transforms = tensors["cp.transforms"][: self.factors]
             self.weights = target.linear(transforms.flatten(0, 2))
@@ -126,40 +124,30 @@ class CPDrafter(Drafter):
                 vocabulary.token_ids,
             )
         else:
-            embedded = self.target.embed(step.newest_ids)
+            newest = self.target.embed(step.newest_ids)
+            log_weights = log_gate(hidden, self.gate, newest, self.token_gate)
+            if self.tapped is not None:
+                layers = self.tapped[:, step.places]
+                hidden = torch.cat([hidden, *layers], dim=-1)
+            state = self.recurrence.start(hidden)
+
+            def read(position: int, before: Tensor | None) -> Tensor:
+                nonlocal state
+                embedded = newest
+                if before is not None:
+                    draft = vocabulary.ids(before).clamp(min=0)
+                    embedded = self.target.embed(draft)
+                state = self.recurrence.advance(state, embedded)
+                return self._logits(self.recurrence.experts(state))
+
             entries = draft_in_sequence(
-                log_gate(hidden, self.gate, embedded, self.token_gate),
+                log_weights,
                 self.factors,
-                self._reader(step, embedded),
+                read,
                 step.sampling,
                 vocabulary.token_ids,
             )
         return Drafts(vocabulary.ids(entries))
-
-    def _reader(
-        self,
-        step: DraftInputs,
-        newest: Tensor,
-    ) -> Callable[[int, Tensor | None], Tensor]:
-        """A reader of each draft's logits, as draft_in_sequence takes it, from E of the
-        newest tokens [requests, d] on.
-        """
-        hidden = step.hidden
-        if self.tapped is not None:
-            layers = self.tapped[:, step.places]
-            hidden = torch.cat([hidden, *layers], dim=-1)
-        state = self.recurrence.start(hidden)
-
-        def read(position: int, before: Tensor | None) -> Tensor:
-            nonlocal state
-            embedded = newest
-            if before is not None:
-                draft = self.vocabulary.ids(before).clamp(min=0)
-                embedded = self.target.embed(draft)
-            state = self.recurrence.advance(state, embedded)
-            return self._logits(self.recurrence.experts(state))
-
-        return read
 
     def _logits(self, product: Tensor) -> Tensor:
         """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests,

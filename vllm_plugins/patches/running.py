@@ -73,8 +73,7 @@ def checked_before_streaming(
 def get_scheduler_cls(original: Original, self: Any) -> type:
     """SchedulerConfig.get_scheduler_cls: ours without vLLM's warning of custom ones."""
     if str(self.scheduler_cls).startswith(OURS):
-        scheduler: type = resolve_name(self.scheduler_cls)
-        return scheduler
+        return resolve_name(self.scheduler_cls)
     return original(self)
 
 

@@ -132,7 +132,7 @@ def num_lookahead_tokens(original: Original, self: Any) -> int:
 def use_v2_model_runner(original: Original, self: Any) -> bool:
     """Take model runner V2 for our methods."""
     config = active_config(self)
-    return config is not None or bool(original(self))
+    return config is not None or original(self)
 
 
 def unsupported_features(original: Original, self: Any) -> list[str]:

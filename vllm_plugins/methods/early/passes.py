@@ -36,14 +36,14 @@ class ShallowPasses:
         self.speculator = speculator
         self.cut = cut
         self.vllm_config: Any = speculator.vllm_config
-        self.device = speculator.device
+        device = speculator.device
         self.starts_cpu = torch.from_numpy(speculator.arange_np)
-        self.starts = self.starts_cpu.to(self.device)
+        self.starts = self.starts_cpu.to(device)
         # Fixed inputs of a pass over one token per request, vLLM's for drafts
         self.buffers = speculator.input_buffers
         passes = speculator.num_speculative_steps + 1
-        self.offsets = torch.arange(passes, device=self.device)[:, None]
-        self.zero = torch.tensor(0, device=self.device)
+        self.offsets = torch.arange(passes, device=device)[:, None]
+        self.zero = torch.tensor(0, device=device)
         self.no_row = self.zero - 1
         # [requests] bounds of sequence lengths; None while capturing a graph
         self.bounds: Tensor | None = None
@@ -57,7 +57,7 @@ class ShallowPasses:
     @property
     def max_model_len(self) -> int:
         """The length past which no KV is written; vLLM reduces it to what fits."""
-        return int(self.vllm_config.model_config.max_model_len)
+        return self.vllm_config.model_config.max_model_len
 
     def begin_drafting(
         self,

@@ -222,5 +222,5 @@ class DeferredKVSpeculator(Speculator):
 
 def free_memory() -> int:
     """Bytes that are free on the first tensor-parallel rank's device."""
-    free: int = torch.accelerator.get_memory_info()[0]
-    return int(get_tp_group().broadcast_object(free))
+    free = torch.accelerator.get_memory_info()[0]
+    return get_tp_group().broadcast_object(free)

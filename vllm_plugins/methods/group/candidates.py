@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.paged_copy import copy_blocks, copy_entries, entry_places
-from vllm_ppd.model_patches.base import ModelCut
-from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep
+from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep, Stage
 
 NONE = -1  # no request row, no block
 
@@ -47,17 +45,15 @@ class Candidates:
     block.
 
     Args:
-        runner: vLLM's model runner V2 of the first stage.
-        cut: of the stage, whose first stack the candidates run through.
+        stage: the first one, cut; the candidates run through its first stack.
         count: k.
         requests: the most requests of a group at once.
     """
 
-    def __init__(
-        self, runner: Any, cut: ModelCut, count: int, requests: int
-    ) -> None:
-        self.runner = runner
-        self.cut = cut
+    def __init__(self, stage: Stage, count: int, requests: int) -> None:
+        self.runner = stage.runner
+        self.cut = stage.cut
+        self._on_device = stage.index
         self.count = count
         self.requests = requests
         # [requests, k - 1, KV cache groups] block IDs
@@ -201,9 +197,6 @@ class Candidates:
         """vLLM's attention layer of this name."""
         return self.runner.compilation_config.static_forward_context[name]
 
-    def _on_device(self, values: ndarray) -> Tensor:
-        return async_tensor_h2d(values, device=self.runner.device)
-
 
 class Progress:
     """A group step for the first stage; every array has an entry per batch row.
@@ -224,6 +217,7 @@ class Progress:
         stops: Sequence[set[int]],
     ) -> None:
         count = step.size
+        self.request_rows = step.request_rows
         self.lengths = lengths
         self.stops = stops
         self.position = step.positions.copy()  # of the token at hand
@@ -234,19 +228,9 @@ class Progress:
         self.ready = np.ones(count, dtype=bool)
         self.missed = np.zeros(count, dtype=bool)
 
-    def sendable(self) -> ndarray:
-        """Rows that are ready and may emit another token."""
-        allowed = self.emitted < self.allowance
-        return np.flatnonzero(self.ready & allowed)
-
-    def waits_for_missed(self) -> bool:
-        """Whether a missed token could still be ended in this step."""
-        allowed = self.emitted < self.allowance
-        return bool((self.missed & allowed).any())
-
-    def with_candidates(self, rows: ndarray) -> ndarray:
-        """The given rows whose next token cannot be their last."""
-        return rows[self.position[rows] + 2 < self.lengths[rows]]
+    def allowed(self, rows: ndarray) -> ndarray:
+        """Which of some rows [batch rows] bool may emit another token."""
+        return np.flatnonzero(rows & (self.emitted < self.allowance))
 
     def emit(self, rows: ndarray, tokens: ndarray) -> ndarray:
         """Record the target's next token of some rows: which of them continue [rows] bool."""

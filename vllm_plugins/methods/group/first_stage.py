@@ -79,9 +79,7 @@ class FirstStage(Stage):
         )
         # By request row, the position of a state that the next step may use
         self.carried = np.full(rows, NONE)
-        self.candidates = Candidates(
-            self.runner, self.cut, config.candidates, requests
-        )
+        self.candidates = Candidates(self, config.candidates, requests)
         self._stops: dict[str, set[int]] = {}  # of requests by name
         # Arguments of Candidates.copy for written entries that the other candidates
         # of their requests do not have yet
@@ -156,8 +154,7 @@ class FirstStage(Stage):
         rows = self.index(self.step.request_rows)
         self.states.store(rows, rows_of(state, slice(len(rows))))
         if self.cut.graph_buffers is None:
-            sent: IntermediateTensors = output
-            return sent
+            return output
         # The micro-steps replay CUDA graphs into the memory that vLLM sends from.
         return IntermediateTensors(
             {name: part.clone() for name, part in output.items()}
@@ -180,11 +177,11 @@ class FirstStage(Stage):
         sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
-                sent = progress.sendable()
-                if not len(sent) and progress.waits_for_missed():
+                sent = progress.allowed(progress.ready)
+                if not len(sent) and len(progress.allowed(progress.missed)):
                     # The last stage waits while no request's token is ready
                     self._run_missed(progress)
-                    sent = progress.sendable()
+                    sent = progress.allowed(progress.ready)
                 # No rows: the step ends
                 states = self._states_of(sent) if len(sent) else None
                 counted = self.counters.take()
@@ -209,7 +206,9 @@ class FirstStage(Stage):
         """Run candidates and missed tokens while the last stage ends the sent tokens."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
-        speculating = progress.with_candidates(sent)
+        # Rows whose next token cannot be their last
+        ahead = progress.position[sent] + 2
+        speculating = sent[ahead < progress.lengths[sent]]
         missed = np.flatnonzero(progress.missed)
         state, token_ids = self._run_candidates(progress, speculating, missed)
         goes_on = np.zeros(len(progress.position), dtype=bool)
@@ -245,7 +244,7 @@ class FirstStage(Stage):
             (states [len(speculating) * k + len(missed), hidden], candidates
             [len(speculating), k]).
         """
-        assert self.step is not None
+        request_rows = progress.request_rows
         k = self.candidates.count
         if not len(speculating) and not len(missed):
             return self._states_of(missed), np.zeros((0, k), dtype=np.int64)
@@ -257,18 +256,18 @@ class FirstStage(Stage):
             token_ids = self.reader.candidates(self.split, state, k)
         starts = progress.position[speculating] + 1
         positions = progress.position[missed]
-        of_candidates = speculating, self.step.request_rows[speculating], starts
+        of_candidates = speculating, request_rows[speculating], starts
         self.candidates.prepare(*of_candidates)
         blocks = [
             self.candidates.blocks(*of_candidates).flatten(0, 1),
-            self.candidates.own(self.step.request_rows[missed], positions),
+            self.candidates.own(request_rows[missed], positions),
         ]
         missed_ids = self.index(progress.token[missed])
         ids = torch.cat([token_ids.flatten(), missed_ids])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
         rows = np.concatenate([np.repeat(speculating, k), missed])
         state = self.passes.first(
-            self.step.request_rows[rows],
+            request_rows[rows],
             np.concatenate([np.repeat(starts, k), positions]),
             torch.cat(blocks),
             ids,
@@ -302,10 +301,9 @@ class FirstStage(Stage):
         """
         if not len(rows):
             return
-        assert self.step is not None
         state = rows_of(state, self.index(places))
         positions = progress.position[rows]
-        request_rows = self.step.request_rows[rows]
+        request_rows = progress.request_rows[rows]
         if len(self.cut.stacks) > 1:
             state = self.passes.last(request_rows, positions, state)
             layers = len(rows) * (self.split - self.depth)

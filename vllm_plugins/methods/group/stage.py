@@ -89,12 +89,6 @@ class Stage:
         self.passes = StagePasses(self.runner, self.cut)
         self.channel = StageChannel(hidden_size, dtype, device)
 
-    def refresh(self) -> None:
-        """Exchange the copies of the target's weights again, on both stages, after
-        these have changed.
-        """
-        raise NotImplementedError
-
     def begin_step(self, scheduler_output: Any) -> Any:
         """Begin a step: the step for vLLM's runner, of one token per request with placeholders."""
         drafts = scheduler_output.scheduled_spec_decode_tokens

@@ -52,7 +52,7 @@ class Pairs:
         self, rows: int, drafts: int, req_states: Any, target: Target
     ) -> None:
         device = target.device
-        self.req_states = req_states
+        self.texts = Texts(req_states.all_token_ids.gpu, req_states.total_len.gpu)
         self.counts = DeviceCounts(2, device)
         following = drafts + 1
         # The device may be two steps ahead of the block that the host names
@@ -105,9 +105,7 @@ class Pairs:
             batch.positions,
             hidden,
         )
-        states = self.req_states
-        texts = Texts(states.all_token_ids.gpu, states.total_len.gpu)
-        chosen(collect, hidden)(step, texts, self.kept, HELD)
+        chosen(collect, hidden)(step, self.texts, self.kept, HELD)
 
     def part(self, start: int, length: int) -> Positions:
         """Some complete positions: views."""

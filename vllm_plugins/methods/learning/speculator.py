@@ -112,10 +112,9 @@ class LearningSpeculator(Speculator):
         super().add_request(row, new)
         if self.pairs is None:
             return
-        params = new.sampling_params
         known = None
-        learned = params is not None and new.lora_request is None
-        if learned and request_options(params.extra_args).ppd_learn:
+        options = request_options(new.sampling_params.extra_args)
+        if new.lora_request is None and options.ppd_learn:
             known = len(new.prefill_token_ids)
         self.pairs.add_request(row, new.req_id, known)
 

@@ -185,12 +185,12 @@ def test_windows_and_counts_are_of_responses(tmp_path: Path) -> None:
     assert torch.equal(batch.counted, torch.isin(batch.input_ids, learnt))
     (runs, *_) = made.responses()
     assert [run.tolist() for run in runs] == [IDS["token_ids"]]
-    counts = made.token_counts(tiny.VOCAB)
+    counts = made.token_counts()
     assert set(counts.nonzero().flatten().tolist()) == {0, 66, 67}
     assert counts[66] == 2 * counts[67]
     whole = store(tmp_path, *[IDS] * 40, train_on_prompts=True)
     assert whole.batch("train", [1, 0]).counted is None
-    counts = whole.token_counts(tiny.VOCAB)
+    counts = whole.token_counts()
     assert counts[40] == counts[67] > 0
     with pytest.raises(
         TrainingError, match=r"empty .1 files; skipped 40: 40 a prompt"
