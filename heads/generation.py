@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from vllm_ppd.heads.data.documents import Documents, document_prompts
 from vllm_ppd.heads.errors import TrainingError, loading, refuse_other_options
@@ -138,10 +138,15 @@ def write_chats(
         TrainingError: on malformed prompts, another run's file, or a model that writes
             no user turns.
     """
+    code = options.trust_remote_code
     with loading(options.model):
         tokenizer = AutoTokenizer.from_pretrained(
-            options.model, trust_remote_code=options.trust_remote_code
+            options.model, trust_remote_code=code
         )
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = min(options.max_model_len, longest or options.max_model_len)
+    options = options.model_copy(update={"max_model_len": length})
     wanted = options.num_chats or math.inf
     if options.num_chats is None and not options.prompts and until == math.inf:
         wanted = NUMBER

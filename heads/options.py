@@ -152,8 +152,8 @@ class DataOptions(Options):
     max_model_len: int = Field(
         2048,
         ge=2,
-        description="maximum number of tokens in prompt and response; longer prompts "
-        "are skipped",
+        description="maximum number of tokens in prompt and response, at most the "
+        "model's; longer prompts are skipped",
     )
     batch_size: int = Field(
         256,

@@ -74,6 +74,15 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.fixture(autouse=True)
+def config(monkeypatch: pytest.MonkeyPatch) -> transformers.LlamaConfig:
+    made = transformers.LlamaConfig()
+    monkeypatch.setattr(
+        transformers.AutoConfig, "from_pretrained", lambda *_, **__: made
+    )
+    return made
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Factory:
     """run(name, engine, until, **options): the chats of a file after `ppd data`."""
@@ -166,6 +175,14 @@ def test_a_time_limit_ends_after_a_batch(
     tokenizer.chat_template = None
     chats = run(until=time.monotonic())
     assert [chat["prompt_token_ids"] for chat in chats] == [[END]] * 7
+
+
+def test_chats_fit_the_model(
+    run: Factory, prompts: tuple[str], config: transformers.LlamaConfig
+) -> None:
+    config.max_position_embeddings = 2
+    with pytest.raises(TrainingError, match="a prompt of at most 1 tokens"):
+        run(prompts=prompts)
 
 
 @pytest.mark.parametrize(
