@@ -19,7 +19,7 @@ from vllm_ppd.benchmarks.report import (
     speed_up,
     stored,
 )
-from vllm_ppd.benchmarks.storage import Run
+from vllm_ppd.benchmarks.storage import Run, turns_of
 
 THEMES = {"": "default", "-dark": "dark_background"}
 # Text stays text, and the same picture is the same file
@@ -33,6 +33,7 @@ COLORS = {
     "ppd early": "#9bd1f0",
     "dynamo": "#45b5c4",
     "lookup": "#8fa8f0",
+    "ppd": "#143d8f",
     "cp": "#4f9be8",
     "cp + lookup": "#2460c8",
     "group": "#7a63d8",
@@ -130,10 +131,27 @@ def draw_categories(axes: Axes, name: str) -> None:
     )
 
 
+def draw_learning(axes: Axes, name: str) -> None:
+    """Tokens per step while heads are learned, and with lookups alone, by tokens served."""
+    (run,) = stored(name)
+    for system in ("lookup", "ppd"):
+        turns = turns_of(run, contender=system)
+        steps = np.array([turn["request_steps"] for turn in turns])
+        tokens = steps + [turn["accepted_tokens"] for turn in turns]
+        axes.plot(tokens.cumsum(), tokens / steps, COLORS[system], label=system)
+    axes.set(
+        title="SmolLM2-135M-Instruct, T 0.8, 8 requests, drafts in every step",
+        xlabel="tokens served",
+        ylabel="tokens per request and step",
+    )
+    axes.legend()
+
+
 PICTURES = {
     **dict.fromkeys(SPEEDS, draw_speeds),
     "predicted": draw_predictions,
     "acceptance": draw_categories,
+    "learning": draw_learning,
 }
 
 
