@@ -119,6 +119,14 @@ class ChatFile:
         self.prompts.add(prompt)
 
 
+def within_context(tokens: int, config: Any) -> int:
+    """A number of tokens, or a model's context if that is shorter; `config` is of its
+    text model.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    return min(tokens, longest or tokens)
+
+
 def write_chats(
     options: DataOptions,
     engine_of: Callable[[DataOptions], Any],
@@ -144,8 +152,7 @@ def write_chats(
             options.model, trust_remote_code=code
         )
         config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = min(options.max_model_len, longest or options.max_model_len)
+    length = within_context(options.max_model_len, config.get_text_config())
     options = options.model_copy(update={"max_model_len": length})
     wanted = options.num_chats or math.inf
     if options.num_chats is None and not options.prompts and until == math.inf:

@@ -79,7 +79,7 @@ def processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return platform.processor()
+        return platform.processor() or platform.machine()
     name = re.search(r"^model name\s*: (.*)", lines, re.MULTILINE)
     return name[1] if name else platform.machine()
 

@@ -25,7 +25,7 @@ from vllm_ppd.heads.errors import (
 )
 from vllm_ppd.heads.files import write_json, write_text, writing_folder
 from vllm_ppd.heads.folder import CONFIG_NAME, read_calibration
-from vllm_ppd.heads.generation import write_chats
+from vllm_ppd.heads.generation import within_context, write_chats
 from vllm_ppd.heads.hub import SUBFOLDER
 from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
 from vllm_ppd.heads.provenance import PROVENANCE_NAME
@@ -131,11 +131,10 @@ class Fit:
         self.is_divided = options.tensor_parallel_size > 1
         self.architecture = next(iter(config.architectures or []), "")
         self.config = config.get_text_config()
-        longest = getattr(self.config, "max_position_embeddings", None)
         template = str(getattr(self.tokenizer, "chat_template", None))
         self.reasons = any(word in template for word in REASONS)
         most = LONG if self.reasons else LENGTH
-        self.length = min(most, longest or most)
+        self.length = within_context(most, self.config)
         self.shared = options.model_dump(
             include={"model", "seed", "trust_remote_code"}
         )

@@ -10,7 +10,7 @@ before that output is there.
 import logging
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -67,15 +67,16 @@ class CountingScheduler(Scheduler):
     of KV connectors' statistics.
     """
 
-    _pending: Any  # a Counter since the latest statistics, of numbers
+    _pending: dict[str, float]  # counts since the latest statistics
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._pending = Counter()
+        self._pending = defaultdict(float)
 
     def report(self, counts: Counts) -> None:
         """Add counts to the next statistics."""
-        self._pending.update(counts)
+        for name, amount in counts.items():
+            self._pending[name] += amount
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -86,7 +87,7 @@ class CountingScheduler(Scheduler):
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
         pending = self._pending
-        self._pending = Counter()
+        self._pending = defaultdict(float)
         if stats is not None and pending:
             stats.kv_connector_stats = {
                 **(stats.kv_connector_stats or {}),

@@ -45,7 +45,7 @@ class Candidates:
     block.
 
     Args:
-        stage: the first one, cut; the candidates run through its first stack.
+        stage: the group's first; candidates run through the first stack of its cut.
         count: k.
         requests: the most requests of a group at once.
     """

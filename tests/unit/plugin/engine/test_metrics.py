@@ -8,7 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,7 +71,7 @@ class Counting(CountingScheduler):
 
     def __init__(self, log_stats: bool) -> None:
         self.log_stats = log_stats
-        self._pending = Counter()
+        self._pending = defaultdict(float)
 
     def step(self, output: ModelRunnerOutput) -> SchedulerStats | None:
         """The statistics of a step with this output."""
