@@ -186,30 +186,3 @@ def test_steps_are_described_and_learnt(
     tokens = made.max_num_scheduled_tokens
     assert step.prompt_tokens == tokens - 3 * (1 + K)
     assert asked[-1][:3] == (3, min(tokens, 150 - step.prompt_tokens), names)
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.1])
-def test_new_requests_wait_for_no_costly_drafts(
-    scheduler: Factory, slope: float
-) -> None:
-    """Drafts that cost time are not verified beside a new prompt. A request that cannot
-    enter ends no drafting.
-    """
-    made = scheduler(0, max_num_seqs=2)
-    seconds = [[1.0, 1.3], [1.0 + slope, 1.3 + 7 * slope]]
-    made.follow(CostTable(sizes=[1, 2], counts=[0, K], seconds=seconds))
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
-    drafts = []
-    for entering in ("one", "two", "", "", "stuck", ""):
-        if entering:
-            made.add_request(Request(entering, [5] * 9, params, None))
-        step = made.schedule()
-        verified = step.scheduled_spec_decode_tokens
-        drafts.append(sum(map(len, verified.values())))
-        names = list(step.num_scheduled_tokens)
-        tokens = [[7] * (1 + len(verified.get(name, ()))) for name in names]
-        places = {name: place for place, name in enumerate(names)}
-        made.update_from_output(step, ModelRunnerOutput(names, places, tokens))
-    assert "stuck" not in names
-    beside = 0 if slope else 1
-    assert drafts == [0, K * beside, 2 * K, 2 * K, 2 * K * beside, 2 * K]

@@ -127,19 +127,6 @@ class StepCosts:
             seconds += longer - _at(tokens, self._tokens, self._plain)
         return seconds
 
-    def delay(self, requests: int, prompt_tokens: int, drafts: int) -> float:
-        """Relative delay of a step that reads prompts, if it verifies drafts as well.
-
-        Args:
-            requests: that decode.
-            prompt_tokens: read beside them.
-            drafts: of each request.
-        """
-        tokens = requests + prompt_tokens
-        plain = _at(tokens, self._tokens, self._plain)
-        longer = _at(tokens + requests * drafts, self._tokens, self._plain)
-        return longer / plain - 1
-
 
 def _at(x: float, places: ndarray, values: ndarray) -> float:
     """Linear interpolation; beyond the last place along the last two, never falling."""

@@ -57,7 +57,6 @@ GREEDY = 1
 LOOKED_UP = 2
 OPTED_OUT = -1
 MAX_FINISHED = 64  # finished requests whose kinds are kept
-MAX_DELAY = 0.02  # of first tokens by verified drafts, relative
 GUESSED_COST = 1.2  # of a step with all drafts, over one without
 LOG_SECONDS = 10.0  # between lines about the choice
 
@@ -121,7 +120,6 @@ class DraftingScheduler(CountingScheduler):
         # Drafts of requests that asked for fewer than all
         self._limits: dict[str, int] = {}
         self._may_draft = True  # whether any request may, by the latest choice
-        self._had_to_wait = False  # whether the latest step left requests out
         # Requests of the latest output, and whether each took drafts from its own text
         self._matches: tuple[list[str], list[int]] = ([], [])
         self._matched = False  # whether any had
@@ -180,22 +178,7 @@ class DraftingScheduler(CountingScheduler):
         # whole-model graph.
         pads = self.drafts == self.num_spec_tokens
         self.dynamic_sd_lookup = None if pads else self._by_batch_size
-        # Requests that the latest step left out would not enter this one either
-        policy = self.draft_policy
-        if policy is not None and self.waiting and not self._had_to_wait:
-            self._drop_drafts_beside_prompts(policy.seconds.table)
-        scheduler_output = super().schedule(*args, **kwargs)
-        self._had_to_wait = bool(self.waiting)
-        return scheduler_output
-
-    def _drop_drafts_beside_prompts(self, costs: StepCosts) -> None:
-        """Leave drafts unverified that would delay the first tokens of new requests."""
-        drafting = [request for request in self.running if request.spec_token_ids]
-        prompts = sum(request.num_tokens for request in self.waiting)
-        read = min(prompts, self.max_num_scheduled_tokens)
-        if costs.delay(len(drafting), read, self.drafts) > MAX_DELAY:
-            for request in drafting:
-                request.spec_token_ids = []
+        return super().schedule(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.num_scheduled_tokens:
