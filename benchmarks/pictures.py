@@ -3,7 +3,7 @@
 
     python -m vllm_ppd.benchmarks.pictures       # writes benchmarks/results/plots
 
-A method has the same color everywhere: ours are blue, vLLM's are grey.
+A method has the same color everywhere: ours are blue, vLLM's are gray.
 """
 
 from pathlib import Path
@@ -80,7 +80,7 @@ def draw_speeds(axes: Axes, name: str) -> None:
         f"commit {run['git'][:7]}",
         ylabel="speedup over vLLM without speculation",
     )
-    axes.legend(title="grey: vLLM's own", bbox_to_anchor=(1, 0.8))
+    axes.legend(title="gray: vLLM's own", bbox_to_anchor=(1, 0.8))
 
 
 def draw_predictions(axes: Axes, _: str) -> None:

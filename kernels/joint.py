@@ -242,11 +242,11 @@ def otsu_threshold(values: Tensor) -> Tensor:
     ones = torch.ones_like(values, dtype=torch.float64)
     counts = ones.new_zeros(len(values), BINS)
     counts.scatter_add_(1, index.clamp(0, BINS - 1), ones)
-    centres = torch.arange(BINS, device=values.device) + 0.5
+    centers = torch.arange(BINS, device=values.device) + 0.5
     below = counts.cumsum(1)[
         :, :-1
     ]  # entries under cut i, which lies before bin i + 1
-    mass = (counts * centres).cumsum(1)
+    mass = (counts * centers).cumsum(1)
     total = values.shape[1]
     # The classes' means differ by pull / (below * above), and the variance is below *
     # above * difference^2.

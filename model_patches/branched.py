@@ -166,7 +166,7 @@ def build_layers(
     """Build one layer per dictionary of weights, which has the names of a decoder layer
     in the target's checkpoint.
 
-    Call this before the KV cache is sized. The layers are not quantised, even if the
+    Call this before the KV cache is sized. The layers are not quantized, even if the
     target is.
 
     Raises:

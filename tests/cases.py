@@ -267,7 +267,7 @@ WHOLE = (
     "cp",
     {
         "rank": 2,
-        "factorised": False,
+        "factorized": False,
         "condition": "none",
     },
 )

@@ -85,7 +85,7 @@ def write_texts(path: Path, texts: Iterable[str]) -> Path:
 
 
 def patterned_texts(count: int, repeats: int) -> list[str]:
-    """Texts with structure enough to be learnt in a few steps."""
+    """Texts with structure enough to be learned in a few steps."""
     return [
         f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats
         for i in range(count)

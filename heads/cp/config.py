@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, CountedHeads, Shapes
 from vllm_ppd.heads.options import FullOptions
@@ -25,8 +25,9 @@ class Experts(BaseModel):
     """The shape of a CP head, which its configuration and the options of its training share."""
 
     rank: Rank = 3
-    factorised: bool = Field(
+    factorized: bool = Field(
         True,
+        validation_alias=AliasChoices("factorized", "factorised"),
         description="W = E* T; otherwise full V x E matrices, as measured in the paper",
     )
     condition: Condition = Field(
@@ -64,9 +65,9 @@ class Experts(BaseModel):
             raise ValueError(
                 f"layers={self.layers} must be ascending and at least 1"
             )
-        if self.condition == "recurrent" and not self.factorised:
+        if self.condition == "recurrent" and not self.factorized:
             raise ValueError(
-                "condition 'recurrent' needs factorised heads; use 'none'"
+                "condition 'recurrent' needs factorized heads; use 'none'"
             )
         return self
 
@@ -128,7 +129,7 @@ class CPOptions(ChainOptions, Experts):
 
     @model_validator(mode="after")
     def _fits(self) -> CPOptions:
-        if not self.factorised and self.train_vocab_size:
+        if not self.factorized and self.train_vocab_size:
             raise ValueError(
                 "full classifiers are trained over the whole vocabulary; omit "
                 "--train-vocab-size"
@@ -205,7 +206,7 @@ class CPConfig(ChainConfig, Experts):
     def describe(self) -> str:
         shape = f"rank {self.rank} over {self.positions} positions"
         if self.condition == "none":
-            return f"{shape}, {'factorised' if self.factorised else 'full'}"
+            return f"{shape}, {'factorized' if self.factorized else 'full'}"
         layers = ", ".join(str(layer) for layer in self.layers)
         reads = f" on layers {layers} and the last" if layers else ""
         return f"{shape}, condition recurrent{reads}, {self.inner} inner"
@@ -246,8 +247,8 @@ class CPConfig(ChainConfig, Experts):
                 fused = (1 + len(self.layers)) * size
                 shapes["cp.recurrence.fuse"] = [size, fused]
         else:
-            rows = size if self.factorised else self.target.vocab_size
-            name = "transforms" if self.factorised else "classifiers"
+            rows = size if self.factorized else self.target.vocab_size
+            name = "transforms" if self.factorized else "classifiers"
             shapes[f"cp.{name}"] = [self.factors, rank, rows, size]
         return shapes | self.counts_shape()
 
@@ -266,4 +267,4 @@ class CPConfig(ChainConfig, Experts):
             fuse = 1 + len(self.layers) if self.layers else 0  # once per step
             return fuse + drafts * matrices, drafts
         states = self.rank * (drafts + 1)
-        return (states, 1) if self.factorised else (0, states)
+        return (states, 1) if self.factorized else (0, states)

@@ -114,7 +114,7 @@ class CPHead(NamedWeights):
     """r experts of n factors each over the target's last hidden state e: P_a^(s) =
     softmax(W_a^(s) e) (eq. 6).
 
-    factorised: W_a^(s) = E* T_a^(s). E* is the target's own unembedding and is not
+    factorized: W_a^(s) = E* T_a^(s). E* is the target's own unembedding and is not
     stored here: n r matrices of d x d,
                 whose n r states share one read of E*. T = identity is the target's own
                 next-token distribution.
@@ -244,7 +244,7 @@ class CPHead(NamedWeights):
         factors, r, k].
 
         The logits of all rows never exist at once: the forward pass keeps what the
-        backward needs (factorised), or the backward computes each chunk's again (full).
+        backward needs (factorized), or the backward computes each chunk's again (full).
         """
         index = tokens[:, :, None].expand(
             -1,
@@ -304,7 +304,7 @@ def initial_tensors(
         return tensors
     # In place: classifiers may be too large for a second copy.
     generator.manual_seed(seed + 1)
-    if config.factorised:
+    if config.factorized:
         transforms = tensors["cp.transforms"].normal_(
             std=std, generator=generator
         )

@@ -161,7 +161,7 @@ class CPRecipe(HeadsRecipe):
         tokens = tokens[rows]
         valid = valid[rows]
         # The text may end before the last of them: [rows, factors]
-        is_learnt = valid[:, head.lead :]
+        is_learned = valid[:, head.lead :]
         context = head.context(target, tokens[:, :-1])
         index_of, unembedding, bias = self.vocabulary
         # The tokens to learn, the text's first: [rows, factors, 1 + k]
@@ -182,7 +182,7 @@ class CPRecipe(HeadsRecipe):
             context,
             self._rows_at_once(unembedding),
         )
-        known = (wanted[..., 0] >= 0) & is_learnt
+        known = (wanted[..., 0] >= 0) & is_learned
         observed = of_experts[..., 0].where(known[..., None], 0.0)
         log_probs = conditional_log_probs(log_weights, of_experts, observed)
         chain = log_probs[..., 0] * known
@@ -204,7 +204,7 @@ class CPRecipe(HeadsRecipe):
             counts["next_token"] = next_token.detach().mean() * len(rows)
         if states.top_log_probs is not None:
             # Tokens that are not trained have no part in it.
-            is_trained = (wanted[..., 1:] >= 0) & is_learnt[..., None]
+            is_trained = (wanted[..., 1:] >= 0) & is_learned[..., None]
             teacher = states.top_log_probs[at].exp() * is_trained
             distilled = -(teacher * log_probs[..., 1:]).sum(2)
             decay = options.decay ** torch.arange(

@@ -118,9 +118,9 @@ class Documents:
                 yield from documents
                 continue
             while batch := list(itertools.islice(documents, BATCH)):
-                yield from self._tokenised(batch, add_special_tokens=not is_chat)
+                yield from self._tokenized(batch, add_special_tokens=not is_chat)
 
-    def _tokenised(
+    def _tokenized(
         self, documents: list[Document], **settings: bool
     ) -> Iterator[Document]:
         """Texts with their token IDs; `settings` are the tokenizer's."""

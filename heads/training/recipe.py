@@ -62,7 +62,7 @@ class Recipe(nn.Module, ABC):
         checkpoint replaces the parameters afterwards.
         """
 
-    needed = 1  # tokens of a response in a row from which anything is learnt
+    needed = 1  # tokens of a response in a row from which anything is learned
 
     @property
     def reads(self) -> Reads:
@@ -183,7 +183,7 @@ class HeadsRecipe(Recipe):
         """
         options = self.options
         size: int | None = options.train_vocab_size
-        is_whole = self.full or not getattr(options, "factorised", True)
+        is_whole = self.full or not getattr(options, "factorized", True)
         if size is not None or is_whole or self.token_counts is None:
             return size
         return first_guess(self.token_counts)

@@ -197,7 +197,7 @@ class Target:
         places = torch.arange(len(final), device=self.device)[None]
         both = torch.cat([ids.flip(1), ids], dim=1)
         packed = Batch(both, places.repeat(1, 2))
-        problem = f"model {self.name!r} cannot be learnt from"
+        problem = f"model {self.name!r} cannot be learned from"
         if not self._error_of(packed, final) < STATES_ERROR:
             self.passes_masks = True
             if not self._error_of(packed, final) < STATES_ERROR:

@@ -40,7 +40,7 @@ def test_whole_heads_draft_with_the_bias(
         "cp",
         phi,
         SIZES,
-        factorised=False,
+        factorized=False,
         rank=1,
         condition="none",
     )

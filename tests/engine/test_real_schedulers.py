@@ -127,7 +127,7 @@ def test_vllms_scheduling_policy_is_kept(scheduler: Factory) -> None:
 
 
 @pytest.mark.parametrize("executor", [None, "external_launcher"])
-def test_steps_are_described_and_learnt(
+def test_steps_are_described_and_learned(
     scheduler: Factory, monkeypatch: pytest.MonkeyPatch, executor: str | None
 ) -> None:
     """Beside a request that opted out and a prompt that goes on. Where each rank has a

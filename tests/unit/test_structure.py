@@ -169,7 +169,7 @@ def test_hardly_anything_is_exempt_from_the_formatter() -> None:
     assert len(lines) <= MAX_EXEMPT, lines
 
 
-def test_files_begin_with_their_licence() -> None:
+def test_files_begin_with_their_license() -> None:
     for path in [
         *SOURCES.values(),
         *TESTS.values(),

@@ -24,6 +24,7 @@ RENAMED = {
     "--held-out": "--held-out-fraction",
     "--max-length": "--max-model-len",
     "--new-tokens": "--output-len",
+    "--no-factorised": "--no-factorized",
     "--number": "--num-chats",
     "--plain": "--baselines",
     "--positions": "--num-speculative-tokens, which is one less",

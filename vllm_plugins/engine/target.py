@@ -188,7 +188,7 @@ class TargetLMHead(LMHead):
     def rows(self, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Rows of E* [tokens, hidden] and their bias [tokens], scaled but not capped.
 
-        Those of a quantised LM head, and of a shard, which may be packed, are products
+        Those of a quantized LM head, and of a shard, which may be packed, are products
         with unit vectors. These have no bias: a bias would round
         them, and subtracting it again would not restore them.
 

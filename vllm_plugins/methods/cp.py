@@ -74,7 +74,7 @@ class CPDrafter(Drafter):
         self.vocabulary = DraftVocabulary(config, heads, tensors, target)
         # Positions that the experts predict: without the token that they read
         self.factors = config.num_speculative_tokens + 1
-        self.factorised = heads.factorised
+        self.factorized = heads.factorized
         self.rank = heads.rank
         self.gate = tensors["cp.gate"].to(
             device=target.device, dtype=target.dtype
@@ -95,7 +95,7 @@ class CPDrafter(Drafter):
                 if target.divides(parts, *parts[-1].shape)
                 else Recurrence(placed, target.linear)
             )
-        elif heads.factorised:
+        elif heads.factorized:
             transforms = tensors["cp.transforms"][: self.factors]
             self.weights = target.linear(transforms.flatten(0, 2))
         else:
@@ -154,7 +154,7 @@ class CPDrafter(Drafter):
         ..., r, out].
         """
         vocabulary = self.vocabulary
-        if self.factorised:
+        if self.factorized:
             logits = vocabulary.logits(product.flatten(0, -2))
             return logits.unflatten(0, product.shape[:-1])
         if vocabulary.bias is not None:  # whole classifiers are trained beside it

@@ -17,7 +17,7 @@ VOCAB = 5
 SIZE = 6
 F64 = torch.float64
 FORM: dict[str, dict[str, Any]] = {
-    "full": {"condition": "none", "factorised": False},
+    "full": {"condition": "none", "factorized": False},
     "none": {"condition": "none"},
     "recurrent": {"condition": "recurrent"},
     "layers": {"condition": "recurrent", "layers": (1,)},

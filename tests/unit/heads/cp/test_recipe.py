@@ -36,7 +36,7 @@ FULL: dict[str, Any] = {
     [
         # Three drafts of rank 2: transforms, and one read of the LM head
         ({"condition": "none"}, (8, 1)),
-        ({"condition": "none", "factorised": False}, (0, 8)),
+        ({"condition": "none", "factorized": False}, (0, 8)),
         # Three matrices for the layers; a draft: V, the gated layer, two an expert
         ({"layers": (1, 2)}, (3 + 3 * (2 + 5 * 2 + 2 * 2), 3)),
     ],
@@ -260,14 +260,14 @@ def test_ridge_starts_below_the_identity(
     assert losses["ridge"] < losses["identity"]
 
 
-@pytest.mark.parametrize("factorised", [True, False])
+@pytest.mark.parametrize("factorized", [True, False])
 def test_the_loss_of_the_full_recipe_is_the_formula(
-    tiny_model: Factory, factorised: bool
+    tiny_model: Factory, factorized: bool
 ) -> None:
     """Next token by the LM head, eq. 9 with the LM head a constant, eq. 10; and the
     gradients of head and base.
     """
-    recipe = recipe_of(tiny_model(), **FULL, factorised=factorised)
+    recipe = recipe_of(tiny_model(), **FULL, factorized=factorized)
     target = recipe.target
     head = recipe.head
     batch = windows(2, 20)
@@ -320,7 +320,7 @@ def test_from_scratch(tiny_model: Factory) -> None:
             "add --recipe full --start identity",
         ),
         ({"train_vocab_size": 64, "recipe": "full"}, "omit --train-vocab-size"),
-        ({"factorised": False}, "needs factorised heads; use 'none'"),
+        ({"factorized": False}, "needs factorized heads; use 'none'"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

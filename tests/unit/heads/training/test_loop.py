@@ -32,7 +32,7 @@ def curve(
     return [point[key] for point in points if key in point]
 
 
-def assert_learnt(
+def assert_learned(
     folder: Path,
     key: str,
 ) -> None:
@@ -66,7 +66,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     assert {
         p.name: p.read_bytes() for p in tiny_model(family).iterdir()
     } == weights
-    assert_learnt(folder, FIGURES[kind])
+    assert_learned(folder, FIGURES[kind])
     assert kind_of(folder) == kind
     assert check_folder(folder).kind == kind
     files = [
@@ -157,7 +157,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
         ("early", {"dtype": "bfloat16"}, "exit 2/kl_nats"),
         (
             "cp",
-            {"factorised": False, "condition": "none", "distillation": 0.0},
+            {"factorized": False, "condition": "none", "distillation": 0.0},
             "joint_nats",
         ),
         (
@@ -193,7 +193,7 @@ def test_steps_without_a_response_are_not_a_loss_of_zero(
 def test_variants_learn(
     train: Factory, kind: str, options: dict[str, Any], figure: str
 ) -> None:
-    assert_learnt(train(kind, **options), figure)
+    assert_learned(train(kind, **options), figure)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     name = "model.layers.2.mlp.down_proj.weight"
     moved = float((ours[name] - theirs[name]).norm() / theirs[name].norm())
     assert moved > 1 if "base_start" in options else 0 < moved < 0.5
-    assert_learnt(folder, figure)
+    assert_learned(folder, figure)
 
 
 def test_a_target_that_is_trained_is_judged_by_its_loss(

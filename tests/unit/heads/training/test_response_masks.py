@@ -181,8 +181,8 @@ def documents_of(
 def test_windows_and_counts_are_of_responses(tmp_path: Path) -> None:
     made = store(tmp_path, *[IDS] * 40)
     batch = made.batch("train", [1, 0])
-    learnt = torch.tensor([66, 67, 0])
-    assert torch.equal(batch.counted, torch.isin(batch.input_ids, learnt))
+    learned = torch.tensor([66, 67, 0])
+    assert torch.equal(batch.counted, torch.isin(batch.input_ids, learned))
     (runs, *_) = made.responses()
     assert [run.tolist() for run in runs] == [IDS["token_ids"]]
     counts = made.token_counts()
@@ -198,7 +198,7 @@ def test_windows_and_counts_are_of_responses(tmp_path: Path) -> None:
         store(tmp_path, *[{"prompt_token_ids": [40, 41]}] * 40)
 
 
-def test_what_cannot_be_learnt_is_counted(
+def test_what_cannot_be_learned_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Prompts alone, and answers that the template does not render as the model writes them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized targets: greedy output is the quantised target's own, and drafts are
+"""Quantized targets: greedy output is the quantized target's own, and drafts are
 accepted, with every method.
 
 Which kernels vLLM takes depends on the processor. Where they take float32, tokens are
@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import quantised
+import quantized
 import torch
 from cases import CASES, DYNAMO, VARIANTS, prompts
 from conftest import (
@@ -26,7 +26,7 @@ from conftest import (
     runner_of,
     start_engine,
 )
-from quantised import int8_kernels
+from quantized import int8_kernels
 from safetensors.torch import load_file
 from vllm import SamplingParams
 
@@ -60,7 +60,7 @@ def started(
     tiny_model: Factory, with_heads: Factory, made_once: Factory
 ) -> Factory:
     """started(format, method): an engine; its heads were fitted to the model before it
-    was quantised.
+    was quantized.
     """
 
     @functools.cache
@@ -69,8 +69,8 @@ def started(
         if "w8a8" not in kind and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
             pytest.skip("vLLM has its kernel of 4 bits for AVX-512 alone")
         target = made_once(
-            f"quantised-{form}",
-            lambda folder: quantised.quantize(tiny_model(), folder, form),
+            f"quantized-{form}",
+            lambda folder: quantized.quantize(tiny_model(), folder, form),
         )
         options = (
             None
@@ -80,7 +80,7 @@ def started(
         with pytest.MonkeyPatch.context() as patch:
             if kind != form:
                 as_if_amx(patch)
-            return start_engine(target, options, dtype=quantised.dtype(kind))
+            return start_engine(target, options, dtype=quantized.dtype(kind))
 
     return get
 
@@ -156,13 +156,13 @@ def test_another_token_is_not_near_the_best(started: Factory) -> None:
     not torch.cpu._is_vnni_supported(),
     reason="without VNNI the product of 8 bits saturates, so rows are not the weights",
 )
-def test_quantised_lm_head_is_read_as_vllm_computes_it(
+def test_quantized_lm_head_is_read_as_vllm_computes_it(
     started: Factory, tiny_model: Factory
 ) -> None:
     """The whole of it by vLLM's own product, a draft vocabulary by the dequantized rows."""
     target = drafter_of(started("w8a8-head", "cp-short")).target
     weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
-    written = quantised.w8a8(weight)
+    written = quantized.w8a8(weight)
     ids = torch.arange(50)
     rows, bias = target.lm_head.rows(ids)
     expected = (written["weight"].float() * written["weight_scale"])[ids]
