@@ -45,7 +45,7 @@ serve: setup $(filter smollm,$(MODEL))
 # JOBS processes with a core each; one of them runs the tests that start ranks or servers (tests/conftest.py).
 test: KIND = not full
 test test-full: setup
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND)" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(KIND)" $(ARGS)
 
 # The same with the next vLLM, laid over the CPU build's binaries.
 test-next: setup

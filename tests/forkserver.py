@@ -3,6 +3,7 @@
 seconds of CPU time. Servers start theirs as users' do.
 """
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -14,9 +15,15 @@ import pytest
 # vLLM alone: each process loads our plugin itself.
 multiprocessing.set_forkserver_preload(
     [
-        "vllm.v1.worker.cpu_worker",
-        "vllm.v1.worker.gpu.model_runner",
+        "compressed_tensors",
+        "vllm.compilation.backends",
+        "vllm.entrypoints.llm",
+        "vllm.entrypoints.openai.responses.serving",
         "vllm.model_executor.models.llama",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.worker.cpu.model_runner",
+        "vllm.v1.worker.gpu.model_runner",
     ]
 )
 
@@ -29,6 +36,8 @@ class ForkedProcess(context.ForkServerProcess):
         super().start()
 
     def run(self) -> None:
+        # vLLM collects garbage at its start, and need not look through its imports
+        gc.freeze()
         os.environ.clear()
         os.environ.update(self.environment)
         super().run()

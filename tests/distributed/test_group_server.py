@@ -40,10 +40,9 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
     return {Path(name) for name in mapped if "__KMP_REGISTERED_LIB_" not in name}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "stage",
-    ["Worker_PP0", pytest.param("Worker_PP1", marks=pytest.mark.full)],
-    ids=["first", "last"],
+    "stage", ["Worker_PP0", "Worker_PP1"], ids=["first", "last"]
 )
 def test_a_stage_that_dies_ends_the_server(
     tiny_model: Factory, tmp_path: Path, stage: str

@@ -15,7 +15,7 @@ from typing import Any
 import adapters
 import preempted
 import pytest
-from cases import generate, greedy, prompts, tokens_of
+from cases import generate, greedy, in_turn, prompts, tokens_of
 from configured import drafting, from_dict
 from conftest import (
     Factory,
@@ -264,7 +264,7 @@ def test_sleep(
 def test_preempted_requests(tiny_model: Factory, engine: Factory) -> None:
     llm = start_engine(tiny_model(), PPD, **preempted.SMALL_KV)
     alone = engine(on_v2=True, **preempted.SMALL_KV)
-    answers = preempted.outputs(alone)["alone"]
+    answers = in_turn(alone, preempted.PROMPTS, preempted.PARAMS)
     with counting(llm) as seen:
         for _ in range(3):
             preempted.check(preempted.outputs(llm), answers)
