@@ -76,8 +76,13 @@ smollm: setup
 	ln -sfn ../../../$(KEPT)/cp $(SMOLLM)/model/ppd
 
 # Send requests to a server of each method and to vLLM without drafts, and compare the answers.
-soak: setup
+soak: build/corpus/validation.jsonl
+	test -e build/soak/recurrent/model.safetensors || $(BIN)/ppd train recurrent --model benchmarks/demo/model \
+		--data build/corpus/train.jsonl --dtype float32 --steps 200 --out build/soak/recurrent
 	$(BIN)/python tests/soak.py $(ARGS)
+
+build/corpus/validation.jsonl: | $(STAMP)
+	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
 # Measure the stored results of CPUs (benchmarks/results) again, in build/evidence: hours. The same command resumes.
 # DATA has Spec-Bench's questions; benchmarks/smollm/README.md has the commands for heads in build/.

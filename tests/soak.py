@@ -7,9 +7,11 @@ nothing is left behind.
     python tests/soak.py --only cp --requests 300
 
 The KV cache is so small that requests are preempted, and clients hang up. The drafts of
-every step are made. A greedy answer is compared with that of vLLM alone, a seeded one
-with the same server's without drafts: on a CPU vLLM alone has another runner, which
-draws other random numbers. Exit code 1: a fault.
+every step are made, and steps are scheduled asynchronously. A greedy answer is compared
+with that of vLLM alone, a seeded one with the same server's without drafts: on a CPU vLLM
+alone has another runner, which draws other random numbers. Methods that take LoRA
+adapters answer some requests with one. The server's memory may not grow after the first
+thousand requests. Exit code 1: a fault.
 """
 
 import argparse
@@ -18,30 +20,40 @@ import signal
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import psutil
+from adapters import RANK, make_adapter
 from server import Server
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from vllm_ppd.benchmarks.models.texts import split
 
-DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "benchmarks" / "demo"
 HEADS = DEMO / "heads"
 # Flags of each method's server.
 METHODS = {
     "early": f"--speculative-model {HEADS}/early --ppd-exit-layer 5 --no-ppd-adaptive",
     "cp": f"--speculative-model {HEADS}/cp --no-ppd-adaptive",
-    "cp-lookup": (
-        f"--speculative-model {HEADS}/cp --ppd-prompt-lookup-min 3 --no-ppd-adaptive"
+    # `make soak` trains these
+    "recurrent": (
+        f"--speculative-model {ROOT}/build/soak/recurrent --no-ppd-adaptive"
     ),
+    "lookup": "--speculative-model lookup --no-ppd-adaptive",
     "dynamo": (
         f"--speculative-model {HEADS}/dynamo --spec-tokens 2 --no-ppd-adaptive"
     ),
     "group": "--speculative-model group --ppd-exit-layer 6 --pipeline-parallel-size 2",
 }
+TAKE_ADAPTERS = ("cp", "recurrent", "lookup")
+ADAPTER = "adapter"  # its name in requests
 CACHE = "--num-gpu-blocks-override 24 --block-size 32 --max-num-seqs 16"
+WARM = 1000  # requests, after which memory is flat
+GROWTH = 1.03
 AT_ONCE = 24
 LONGEST_PROMPT = 128
 LONGEST_ANSWER = 64
@@ -80,6 +92,8 @@ def request(index: int, text: list[int]) -> dict[str, Any]:
         "return_token_ids": True,
         "ignore_eos": rng.random() < 0.5,
     }
+    if rng.random() < 0.1:
+        body["model"] = ADAPTER
     kind = rng.random()
     if kind < 0.15:
         return {
@@ -103,6 +117,15 @@ def request(index: int, text: list[int]) -> dict[str, Any]:
         # Nothing else may forbid the only token that the structure allows.
         body |= {"ignore_eos": False, "bad_words": [], "stop_token_ids": []}
     return body
+
+
+def adapters(folder: Path) -> str:
+    """Flags of servers with a LoRA adapter."""
+    path = make_adapter(folder / ADAPTER, DEMO / "model", scale=0.02)
+    return (
+        f" --enable-lora --max-lora-rank {RANK} --max-loras 2"
+        f" --lora-modules {ADAPTER}={path}"
+    )
 
 
 def answer(server: Server, body: dict[str, Any]) -> list[int] | None:
@@ -141,6 +164,13 @@ def answers(
         )
 
 
+def memory(server: Server) -> int:
+    """Bytes of a server's processes."""
+    first = psutil.Process(server.process.pid)
+    processes = [first, *first.children(recursive=True)]
+    return sum(process.memory_info().rss for process in processes)
+
+
 def idle_faults(server: Server) -> list[str]:
     """Gauges of an idle server that are not 0."""
     server.complete(
@@ -161,10 +191,19 @@ def soak(
     folder: Path,
 ) -> list[str]:
     """The faults of a method's server."""
-    flags = f"{METHODS[name]} {CACHE}".split()
-    server = Server(DEMO / "model", folder / f"{name}.log", *flags)
+    flags = f"{METHODS[name]} {CACHE} --async-scheduling"
+    if name in TAKE_ADAPTERS:
+        flags += adapters(folder)
+    else:
+        plain = ["model" not in body for body in bodies]
+        bodies = [*compress(bodies, plain)]
+        expected = [*compress(expected, plain)]
+    server = Server(DEMO / "model", folder / f"{name}.log", *flags.split())
     try:
-        said = answers(server, name, bodies)
+        said = answers(server, name, bodies[:WARM])
+        warm = memory(server)
+        said += answers(server, name, bodies[WARM:])
+        growth = memory(server) / warm
         seeded = [index for index, body in enumerate(bodies) if "seed" in body]
         off = [
             {**bodies[index], "vllm_xargs": {"ppd_draft": False}}
@@ -175,6 +214,8 @@ def soak(
         faults = idle_faults(server)
     finally:
         server.stop()
+    if growth > GROWTH:
+        faults.append(f"{growth:.3f} of the memory after {WARM} requests")
     expected = [*expected]
     for index, tokens in zip(seeded, without_drafts, strict=True):
         expected[index] = tokens
@@ -193,7 +234,8 @@ def soak(
     if server.process.returncode not in (0, -signal.SIGINT, -signal.SIGKILL):
         faults.append(f"exit code {server.process.returncode}")
     print(
-        f"{name}: {len(bodies)} requests, {len(seeded)} seeded, {len(faults)} faults",
+        f"{name}: {len(bodies)} requests, {len(seeded)} seeded, {growth:.3f} of the "
+        f"memory after {WARM}, {len(faults)} faults",
         flush=True,
     )
     return faults
@@ -223,7 +265,8 @@ def main() -> int:
     bodies = [request(index, text) for index in range(options.requests)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        alone = Server(DEMO / "model", folder / "alone.log", *CACHE.split())
+        flags = CACHE + adapters(folder)
+        alone = Server(DEMO / "model", folder / "alone.log", *flags.split())
         try:
             # vLLM's runner V1 ends at a seeded prompt in chunks
             unseeded = [{**body, "seed": None} for body in bodies]
