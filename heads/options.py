@@ -285,10 +285,10 @@ class TrainingOptions(Options):
         description="fraction of the positions from which a step learns, resampled in "
         "every step",
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16",
-        description="dtype of the target and of autocast; the heads' master weights "
-        "stay float32",
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="dtype of the target and of autocast; auto: bfloat16, or float32 on "
+        "a CPU without bfloat16 instructions; the heads' master weights stay float32",
     )
     save_dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="dtype of the saved heads"

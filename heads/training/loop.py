@@ -39,7 +39,7 @@ from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.packed_attention import packed_attention
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.states import GIB, StatesCache
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.target import Target, cpu_computes_bfloat16
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
 CURVE = (
@@ -108,6 +108,10 @@ def _begun(
     options: TrainingOptions, make: MakeRecipe | None = None
 ) -> Iterator[Run]:
     processes = Processes(options.device, Path(options.out) / WORK)
+    if options.dtype == "auto":
+        is_fast = processes.device.type != "cpu" or cpu_computes_bfloat16()
+        dtype = "bfloat16" if is_fast else "float32"
+        options = options.model_copy(update={"dtype": dtype})
     with unfinished_run(options, processes) as facts:
         yield Run(options, processes, facts, make or recipe_of(options.kind))
 

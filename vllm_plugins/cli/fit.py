@@ -32,7 +32,6 @@ from vllm_ppd.heads.provenance import PROVENANCE_NAME
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
 from vllm_ppd.heads.training.states import GIB
-from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.model_patches.families import FAMILIES
 from vllm_ppd.vllm_plugins.config.found import register
 
@@ -255,9 +254,6 @@ class Fit:
             "accumulation": parts,
             "held_out_fraction": 0.08,
             "evaluation_tokens": 32 * length,
-            "dtype": "bfloat16"
-            if on_gpu or cpu_computes_bfloat16()
-            else "float32",
             "condition": "recurrent",
             # Higher ranks accept no more drafts on top of a recurrent state.
             "rank": 1,
