@@ -18,7 +18,9 @@ HELD = 4096  # positions that solutions are compared at
 # Solutions are made from so many positions for each dimension of the states
 MARKS = (8, 16, 32, 64, 128)
 DEVIATIONS = 1.96  # of the mean gain, within which a solution gains nothing
-USELESS = 2  # such solutions in succession, after which learning ends
+USELESS = (
+    2  # solutions without a sure gain in succession, after which learning ends
+)
 
 
 class Report(NamedTuple):
@@ -112,8 +114,10 @@ class Learning:
         install = False
         if report.solutions > self._compared:
             self._compared = report.solutions
-            install = report.gains()
-            self._useless = 0 if install else self._useless + 1
+            sure = report.gains()
+            # Better heads cost no more than those in use
+            install = sure or (self.installed and report.gained > 0)
+            self._useless = 0 if sure else self._useless + 1
             self.installed |= install
             self._log(report, install)
         reached = [mark for mark in self._marks if mark <= self._positions]

@@ -357,38 +357,23 @@ def test_orders() -> None:
         assert learning.installed == (report.solutions > 0)
 
 
-def test_learning_ends_after_two_solutions_without_gain(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("installed", [False, True])
+def test_learning_ends_after_two_solutions_without_a_sure_gain(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    monkeypatch.setattr(
-        module,
-        "MARKS",
-        (1, 2, 3),
-    )
+    """Better ones take the place of heads in use."""
+    monkeypatch.setattr(module, "MARKS", (1, 2, 3))
     learning = Learning(BLOCK)
-    for number in (1, 2):
-        learning.observe(
-            Report(
-                0,
-                number * BLOCK,
-                HELD,
-                number - 1,
-            )
-        )
-        assert learning.orders() == Orders(
-            0,
-            number - 1,
-            solve=True,
-        )
-    learning.observe(
-        Report(
-            0,
-            2 * BLOCK,
-            HELD,
-            2,
-        )
-    )
-    assert learning.orders() == Orders(0, end=True)
+    learning.installed = installed
+    unsure = {"gained": 15, "squares": HELD}
+    first = Report(0, BLOCK, HELD)
+    learning.observe(first)
+    assert learning.orders() == Orders(0, 0, solve=True)
+    second = Report(0, 2 * BLOCK, HELD, 1, **unsure)
+    learning.observe(second)
+    assert learning.orders() == Orders(0, 1, True, installed)
+    learning.observe(second._replace(solutions=2))
+    assert learning.orders() == Orders(0, None, False, installed, True)
 
 
 def test_a_gain_is_beyond_the_interval() -> None:
