@@ -137,7 +137,7 @@ def refused(words: str, message: str, capsys: Any) -> None:
         ("fit --out o", "the following arguments are required: MODEL"),
         (
             f"train cp {GIVEN} --dtype int4",
-            "--dtype='int4': must be 'bfloat16' or 'float32'",
+            "--dtype='int4': must be 'auto', 'bfloat16' or 'float32'",
         ),
         (
             f"train cp {GIVEN} --rank 0",
