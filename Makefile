@@ -78,7 +78,7 @@ smollm: setup
 # Send requests to a server of each method and to vLLM without drafts, and compare the answers.
 soak: build/corpus/validation.jsonl
 	test -e build/soak/recurrent/model.safetensors || $(BIN)/ppd train recurrent --model benchmarks/demo/model \
-		--data build/corpus/train.jsonl --dtype float32 --steps 200 --out build/soak/recurrent
+		--data build/corpus/train.jsonl --batch-size 4 --steps 40 --out build/soak/recurrent
 	$(BIN)/python tests/soak.py $(ARGS)
 
 build/corpus/validation.jsonl: | $(STAMP)
