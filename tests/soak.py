@@ -119,7 +119,7 @@ def request(index: int, text: list[int]) -> dict[str, Any]:
     return body
 
 
-def adapters(folder: Path) -> str:
+def adapter_flags(folder: Path) -> str:
     """Flags of servers with a LoRA adapter."""
     path = make_adapter(folder / ADAPTER, DEMO / "model", scale=0.02)
     return (
@@ -189,20 +189,21 @@ def soak(
     bodies: list[dict[str, Any]],
     expected: list[list[int] | None],
     folder: Path,
+    adapters: str,
 ) -> list[str]:
-    """The faults of a method's server."""
+    """The faults of a method's server; `adapters` are the flags of those that take some."""
     flags = f"{METHODS[name]} {CACHE} --async-scheduling"
     if name in TAKE_ADAPTERS:
-        flags += adapters(folder)
+        flags += adapters
     else:
         plain = ["model" not in body for body in bodies]
         bodies = [*compress(bodies, plain)]
         expected = [*compress(expected, plain)]
     server = Server(DEMO / "model", folder / f"{name}.log", *flags.split())
     try:
-        said = answers(server, name, bodies[:WARM])
+        outputs = answers(server, name, bodies[:WARM])
         warm = memory(server)
-        said += answers(server, name, bodies[WARM:])
+        outputs += answers(server, name, bodies[WARM:])
         growth = memory(server) / warm
         seeded = [index for index, body in enumerate(bodies) if "seed" in body]
         off = [
@@ -221,7 +222,7 @@ def soak(
         expected[index] = tokens
     faults += [
         f"request {i} differs: {bodies[i]}"
-        for i, ids in enumerate(said)
+        for i, ids in enumerate(outputs)
         if ids != expected[i]
     ]
     needed = [
@@ -265,7 +266,8 @@ def main() -> int:
     bodies = [request(index, text) for index in range(options.requests)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        flags = CACHE + adapters(folder)
+        adapters = adapter_flags(folder)
+        flags = CACHE + adapters
         alone = Server(DEMO / "model", folder / "alone.log", *flags.split())
         try:
             # vLLM's runner V1 ends at a seeded prompt in chunks
@@ -279,6 +281,7 @@ def main() -> int:
                 bodies,
                 expected,
                 folder,
+                adapters,
             )
             for name in options.only
         }

@@ -17,10 +17,8 @@ BLOCK = 64  # positions that are used at once
 HELD = 4096  # positions that solutions are compared at
 # Solutions are made from so many positions for each dimension of the states
 MARKS = (8, 16, 32, 64, 128)
-DEVIATIONS = 1.96  # of the mean gain, within which a solution gains nothing
-USELESS = (
-    2  # solutions without a sure gain in succession, after which learning ends
-)
+DEVIATIONS = 1.96  # of the mean gain, within which it is not sure
+USELESS = 2  # solutions in succession without a sure gain, which end learning
 
 
 class Report(NamedTuple):

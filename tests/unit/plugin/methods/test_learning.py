@@ -365,11 +365,9 @@ def test_learning_ends_after_two_solutions_without_a_sure_gain(
     monkeypatch.setattr(module, "MARKS", (1, 2, 3))
     learning = Learning(BLOCK)
     learning.installed = installed
-    unsure = {"gained": 15, "squares": HELD}
-    first = Report(0, BLOCK, HELD)
-    learning.observe(first)
+    learning.observe(Report(0, BLOCK, HELD))
     assert learning.orders() == Orders(0, 0, solve=True)
-    second = Report(0, 2 * BLOCK, HELD, 1, **unsure)
+    second = Report(0, 2 * BLOCK, HELD, 1, gained=15, squares=HELD)
     learning.observe(second)
     assert learning.orders() == Orders(0, 1, True, installed)
     learning.observe(second._replace(solutions=2))
