@@ -17,9 +17,10 @@ from vllm_ppd.benchmarks.report import (
     by_category,
     predictions,
     speed_up,
+    speeds,
     stored,
 )
-from vllm_ppd.benchmarks.storage import Run, turns_of
+from vllm_ppd.benchmarks.storage import BASE, Run, turns_of
 
 THEMES = {"": "default", "-dark": "dark_background"}
 # Text stays text, and the same picture is the same file
@@ -52,13 +53,16 @@ def greedy_runs(name: str) -> list[Run]:
 
 def draw_speeds(axes: Axes, name: str) -> None:
     """Speedup of each system by batch size, with the interval over rounds."""
-    (run,) = greedy_runs(name)
+    runs = {
+        turn["batch"]: run for run in greedy_runs(name) for turn in run["turns"]
+    }
+    sizes = sorted(runs)
+    run = runs[sizes[0]]
     shown = [system for system in COLORS if system in run["contenders"]]
-    sizes = sorted({turn["batch"] for turn in run["turns"]})
     width = 0.85 / len(shown)
     places = np.arange(len(sizes))
     for number, system in enumerate(shown):
-        estimates = [speed_up(run, system, size) for size in sizes]
+        estimates = [speed_up(runs[size], system, size) for size in sizes]
         value, low, high = np.array(estimates).T
         bars = axes.bar(
             places + number * width,
@@ -72,12 +76,13 @@ def draw_speeds(axes: Axes, name: str) -> None:
         axes.bar_label(bars, fmt="%.2f", rotation=90, padding=2)
     axes.axhline(1, color=plt.rcParams["text.color"])
     axes.margins(y=0.15)
-    rounds = 1 + run["turns"][-1]["round"]
-    ticks = [f"batch {size}\n{rounds * size} prompts" for size in sizes]
+    ticks = [
+        f"batch {size}\n{size * len(speeds(runs[size], BASE, size))} prompts"
+        for size in sizes
+    ]
     axes.set_xticks(places + 0.4, ticks)
     axes.set(
-        title=f"{SPEEDS[name]}, {rounds} rounds\n{run['time'][:10]}, "
-        f"commit {run['git'][:7]}",
+        title=f"{SPEEDS[name]}\n{run['time'][:10]}, commit {run['git'][:7]}",
         ylabel="speedup over vLLM without speculation",
     )
     axes.legend(title="gray: vLLM's own", bbox_to_anchor=(1, 0.8))

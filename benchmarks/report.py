@@ -281,7 +281,9 @@ def predictions() -> Iterator[tuple[str, float, Estimate]]:
     Theorem 4.1.
     """
     decoding = {
-        run["options"]["temperature"]: run for run in stored("smollm_decode")
+        run["options"]["temperature"]: run
+        for run in stored("smollm_decode")
+        if turns_of(run, batch=1)
     }
     for run in stored("acceptance"):
         temperature = run["options"]["temperature"]
