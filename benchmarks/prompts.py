@@ -48,6 +48,7 @@ def read_prompts(
         model, trust_remote_code=trust_remote_code
     )
     rows: defaultdict[str | int, list[Prompt]] = defaultdict(list)
+    too_long = 0
     documents = Documents(data, tokenizer)
     for number, (document, prompts) in enumerate(
         document_prompts(documents, longest, STRIDE)
@@ -55,11 +56,17 @@ def read_prompts(
         category = document.category
         # A text that is shorter than a piece is a prompt as a whole
         for ids in prompts or [document.ids or []]:
+            too_long += len(ids) > longest
             if SHORTEST <= len(ids) <= longest:
                 rows[category or number].append(Prompt(ids, category))
     if not rows:
         raise BenchError(
             f"{', '.join(data)}: no prompt has {SHORTEST} to {longest} tokens; pass "
             "other --data, or raise --prompt-tokens"
+        )
+    if too_long:
+        print(
+            f"{too_long} prompts are longer than --prompt-tokens {longest} and are left "
+            "out"
         )
     return in_turns(rows.values())

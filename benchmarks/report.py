@@ -257,7 +257,7 @@ def section(path: Path) -> str:
     """The commands of a file of results, and its tables."""
     data = json.loads(path.read_text())
     if "runs" in data:
-        runs = data["runs"]
+        runs = [run for run in data["runs"] if run["turns"]]
         blocks = [block for run in runs for block in tables(run)]
     else:
         runs = [data]

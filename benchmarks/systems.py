@@ -69,11 +69,11 @@ class DecodeOptions(Options):
     )
     heads: tuple[str, ...] = Field((), description="heads folders, each a system")
     baselines: Annotated[
-        tuple[Literal["lookup", "ngram", "none"], ...], COMMAS
+        tuple[Literal["lookup", "ngram", "ngram_gpu", "none"], ...], COMMAS
     ] = Field(
         ("lookup", "ngram"),
-        description="systems without a checkpoint: lookup and vLLM's ngram; none omits "
-        "both",
+        description="systems without a checkpoint: lookup, and vLLM's ngram and "
+        "ngram_gpu; none omits them",
     )
     eagle: str | None = Field(
         None,
@@ -198,13 +198,15 @@ def systems_of(options: DecodeOptions) -> list[System]:
     if "lookup" in options.baselines:
         alone = {"method": "lookup", "num_speculative_tokens": drafts}
         systems.append(System("lookup", alone))
-    if "ngram" in options.baselines:
-        lookup = {
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 4,
-            "num_speculative_tokens": drafts,
-        }
-        systems.append(System("ngram", {"method": "ngram", **lookup}))
+    for method in ("ngram", "ngram_gpu"):
+        if method in options.baselines:
+            lookup = {
+                "method": method,
+                "prompt_lookup_min": 2,
+                "prompt_lookup_max": 4,
+                "num_speculative_tokens": drafts,
+            }
+            systems.append(System(method, lookup))
     if options.eagle is not None:
         systems.append(from_eagle(options.eagle, drafts))
     systems += [

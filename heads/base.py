@@ -24,6 +24,7 @@ KINDS: dict[
 
 Shapes = dict[str, list[int]]
 MOST_DRAFTS = 16  # per step
+MIN_DRAFT_VOCAB = 16  # tokens
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 # Holds the counts of heads whose published weights are not changed
 COUNTS_NAME = "token_counts.safetensors"
@@ -91,7 +92,7 @@ class HeadsConfig(BaseModel, ABC):
     )
     draft_vocab_size: int | None = Field(
         None,
-        ge=16,
+        ge=MIN_DRAFT_VOCAB,
         description="size of the default draft vocabulary: the most frequent tokens "
         "(None: all)",
     )

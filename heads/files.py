@@ -84,7 +84,8 @@ def replaced(path: Path) -> Iterator[Path]:
     """Open a new file that replaces `path`, synced to disk, when the block ends without
     an error.
     """
-    new = path.with_name(path.name + ".part")
+    # Processes of a training may write the same file at once
+    new = path.with_name(f"{path.name}.{os.getpid()}.part")
     new.unlink(missing_ok=True)
     new.touch()
     # The umask gives this mode; safetensors lets only the owner read

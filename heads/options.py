@@ -436,11 +436,12 @@ class CalibrationOptions(Options):
     temperature: float = Field(
         0.8, gt=0, description="temperature of the sampled texts"
     )
-    num_speculative_tokens: int = Field(
-        5,
+    num_speculative_tokens: int | None = Field(
+        None,
         ge=1,
         le=16,
-        description="maximum number of drafts per step to consider",
+        description="maximum number of drafts per step to consider (default: as many as "
+        "the heads make, and 5 of early heads)",
     )
     eps_b: Annotated[tuple[Share, ...], COMMAS] = Field(
         (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0),

@@ -12,11 +12,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from vllm_ppd.heads.base import HeadsConfig, TargetFingerprint
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import digest_of_value
+from vllm_ppd.heads.files import digest_of_value, named
 from vllm_ppd.heads.text import StrPath, quoted
 
 # Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
@@ -156,8 +156,13 @@ def _lm_head_hash(folder: Path) -> str | None:
 
     files: dict[str, Path] = {}
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                files |= dict.fromkeys(file.keys(), path)
+        except SafetensorError as error:
+            raise HeadsError(
+                f"{named(path)} is not whole safetensors ({error}); fetch it again"
+            ) from None
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
     if name is None:
         return None

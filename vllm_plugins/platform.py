@@ -109,6 +109,12 @@ def invalid_request(message: str, parameter: str) -> Exception:
     return VLLMValidationError(message, parameter=parameter)
 
 
+def connector_is_rdma(kv_transfer_config: Any) -> bool:
+    """Whether another machine may write KV, in no order with this GPU's streams."""
+    named = str(kv_transfer_config).lower()  # with those in a MultiConnector
+    return "nixl" in named or "mooncake" in named
+
+
 def connector_works_by_layers(kv_transfer_config: Any) -> bool:
     """Whether a connector moves the KV of each layer as the layer runs, rather than
     that of blocks around a step.

@@ -46,6 +46,9 @@ from vllm_ppd.heads.target import (
 from vllm_ppd.heads.text import in_words, quoted
 from vllm_ppd.heads.training.target import Target, device_of
 
+# Names in configurations of the number of experts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
 
 @dataclass
 class Calibration:
@@ -90,11 +93,22 @@ class Calibration:
         yield "greedy", self.greedy
         yield f"T {self.options.temperature:g}", self.sampled
 
+    def most_drafts(self, most: int) -> int:
+        """How many drafts to measure of heads that make at most `most`."""
+        return min(most, self.options.num_speculative_tokens or most)
+
     def timing(self) -> Timing:
         """The weights of the LM head relative to a pass, and of a d x d matrix relative
-        to a layer.
+        to a layer. Of experts a pass reads those that a token is routed to.
         """
-        layers = sum(tensor.numel() for tensor in self.target.layers.parameters())
+        config = self.target.config
+        experts = [getattr(config, name, None) or 0 for name in EXPERTS]
+        routed = getattr(config, "num_experts_per_tok", None) or 0
+        share = routed / max(experts) if routed and any(experts) else 1.0
+        layers = sum(
+            tensor.numel() * (share if ".experts." in name else 1.0)
+            for name, tensor in self.target.layers.named_parameters()
+        )
         lm_head = self.target.unembedding.numel()
         matrix = self.target.hidden_size**2
         return Timing(
@@ -105,12 +119,17 @@ class Calibration:
         )
 
     def draft_vocabulary(self) -> Tensor | None:
-        """The token IDs of the heads' own draft vocabulary; None if it is the whole one."""
-        size = self.config.draft_vocab_size
-        counts = self.config.counts_tensor
-        if counts is None or size in (None, self.target.vocab_size):
+        """The token IDs of the heads' draft vocabulary, or of one that would do; None
+        for the whole one.
+        """
+        name = self.config.counts_tensor
+        if name is None:
             return None
-        return most_frequent(self.tensors[counts], size).to(self.target.device)
+        counts = self.tensors[name]
+        size = self.config.draft_vocab_size or first_guess(counts)
+        if size is None or size == self.target.vocab_size:
+            return None
+        return most_frequent(counts, size).to(self.target.device)
 
 
 def parts_by_vocabulary(

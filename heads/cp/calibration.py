@@ -100,7 +100,8 @@ def by_drafts(
         drafts,
     )
     lengths = texts.lengths.cpu()
-    counts = [replay(accept[:, :, :n], lengths) for n in range(1, drafts + 1)]
+    most = calibration.most_drafts(drafts)
+    counts = [replay(accept[:, :, :n], lengths) for n in range(1, most + 1)]
     return ByDrafts(by_drafts=counts)
 
 

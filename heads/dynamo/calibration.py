@@ -66,7 +66,8 @@ def drafted(
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // k**drafts)
     eps_b = calibration.options.eps_b
-    keys = [(eps, most) for eps in eps_b for most in range(1, drafts + 1)]
+    numbers = range(1, calibration.most_drafts(drafts) + 1)
+    keys = [(eps, most) for eps in eps_b for most in numbers]
     chances: dict[Key, list[Tensor]] = defaultdict(list)
     limits: dict[Key, list[Tensor]] = defaultdict(list)
     for some, windows in texts.batches(calibration.options.batch_size):

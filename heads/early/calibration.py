@@ -21,6 +21,7 @@ from vllm_ppd.heads.text import table
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 KS = (1, 3, 5)  # candidates of a worker group
+DRAFTS = 5  # that are measured by default
 
 
 class Exits(NamedTuple):
@@ -107,7 +108,7 @@ def read_exits(
 
 def matches(calibration: Calibration) -> Matches:
     """p(layer, k) on greedy texts; expected acceptance on greedy and sampled texts."""
-    drafts = calibration.options.num_speculative_tokens
+    drafts = calibration.options.num_speculative_tokens or DRAFTS
     measured = {
         name: read_exits(calibration, texts)
         for name, texts in calibration.texts()

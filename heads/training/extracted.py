@@ -3,11 +3,13 @@
 begins. The training holds its embeddings, final norm and LM head alone.
 """
 
+import hashlib
 from collections.abc import Collection
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from vllm_ppd.heads.options import TrainingOptions
@@ -16,6 +18,7 @@ from vllm_ppd.heads.training.tokens import Batch
 
 # A path, since heads do not import vLLM
 ENGINE = "vllm_ppd.vllm_plugins.engine.generation:StatesEngine"
+EXTRACTED = 2  # positions that vLLM needs after a window
 
 
 class ExtractedTarget(Target):
@@ -32,6 +35,20 @@ class ExtractedTarget(Target):
         text.num_hidden_layers = 0
         if getattr(text, "layer_types", None):
             text.layer_types = []
+
+    def digest(self) -> str:
+        """Also of the first row of each stored tensor, since vLLM computes the states."""
+        digest = hashlib.sha256(super().digest().encode())
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                names = file.keys()
+                for name in names:
+                    stored = file.get_slice(name)
+                    shape = stored.get_shape()
+                    row = stored[:1] if shape else file.get_tensor(name)
+                    digest.update(f"{name} {shape}".encode())
+                    digest.update(row.float().numpy().tobytes())
+        return digest.hexdigest()
 
     def compute(
         self, batch: Batch, exits: Collection[int]

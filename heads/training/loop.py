@@ -34,7 +34,7 @@ from vllm_ppd.heads.training.checkpoint import (
     RunFacts,
     unfinished_run,
 )
-from vllm_ppd.heads.training.extracted import ExtractedTarget
+from vllm_ppd.heads.training.extracted import EXTRACTED, ExtractedTarget
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.packed_attention import packed_attention
 from vllm_ppd.heads.training.recipe import Recipe
@@ -148,10 +148,13 @@ class Run:
             options.trust_remote_code,
             full,
         )
-        if target.max_length and options.sequence_length > target.max_length:
+        longest = target.max_length
+        if longest and options.states_from == "vllm":
+            longest -= EXTRACTED
+        if longest and options.sequence_length > longest:
             raise TrainingError(
-                f"--sequence-length {options.sequence_length} is more than the model's "
-                f"{target.max_length} positions"
+                f"--sequence-length {options.sequence_length} is more than the "
+                f"{longest} positions of the model that a window can have"
             )
         target.packed = packed_attention(target)
         if target.packed is not None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.base import MIN_DRAFT_VOCAB, HeadsConfig
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import write_json
 from vllm_ppd.heads.folder import save_heads
@@ -161,10 +161,10 @@ class HeadsRecipe(Recipe):
         self.full = target.trainable
         self.base = target.model if self.full else None
         size = options.train_vocab_size
-        if size is not None and size > target.vocab_size:
+        if size and not MIN_DRAFT_VOCAB <= size <= target.vocab_size:
             raise TrainingError(
-                f"--train-vocab-size {size} is more than the model's "
-                f"{target.vocab_size} tokens"
+                f"--train-vocab-size {size} is not from {MIN_DRAFT_VOCAB} to the model's "
+                f"{target.vocab_size} tokens; 0 trains all"
             )
 
     def begin(self, store: TokenStore, fresh: bool) -> None:

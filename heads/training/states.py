@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
@@ -68,6 +69,11 @@ class StatesCache:
         self.reads = reads
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
+        self.names = {layer: f"layer-{layer}" for layer in self.layers}
+        # Tensors of a file
+        self.needed = {"final", *self.names.values()}
+        if reads.top_k:
+            self.needed |= {f"top-{reads.top_k}.ids", f"top-{reads.top_k}.log"}
         tokens = [
             hashlib.sha256(store.tokens[split].data).hexdigest()
             for split in SPLITS
@@ -86,12 +92,10 @@ class StatesCache:
         """
         target = self.target
         reads = self.reads
-        names = {layer: f"layer-{layer}" for layer in self.layers}
+        names = self.names
         top_ids = f"top-{reads.top_k}.ids"
         top_log = f"top-{reads.top_k}.log"
-        needed = {"final", *names.values()}
-        if reads.top_k:
-            needed |= {top_ids, top_log}
+        needed = self.needed
         paths = [self._path(batch.split, window) for window in batch.windows]
         stored = [load_file(path) if path.exists() else {} for path in paths]
         missing = [
@@ -136,16 +140,22 @@ class StatesCache:
         return states
 
     def fill(self) -> None:
-        """Compute the states of all windows without a file."""
+        """Compute the states that are not cached."""
         for split in SPLITS:
             lacking = [
                 window
                 for window in range(self.store.num_windows(split))
-                if not self._path(split, window).exists()
+                if not self._is_cached(self._path(split, window))
             ]
             for start in range(0, len(lacking), FILLED_AT_ONCE):
                 some = lacking[start : start + FILLED_AT_ONCE]
                 self.states(self.store.batch(split, some))
+
+    def _is_cached(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        with safe_open(path, framework="pt") as file:
+            return self.needed <= set(file.keys())
 
     def _path(self, split: str, window: int) -> Path:
         return self.folder / f"{split}-{window}.safetensors"

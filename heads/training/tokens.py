@@ -231,8 +231,8 @@ class TokenStore:
         return self._path(split).stat().st_size // TOKEN.itemsize
 
     def _key(self, files: Sequence[Path]) -> str:
-        """A hash of the tokens' sources: the names, sizes and times of the files, and
-        the tokenizer.
+        """A hash of what the files depend on: the names, sizes and times of the data,
+        the tokenizer, and the settings.
         """
         stamp = []
         for file in files:
@@ -244,7 +244,13 @@ class TokenStore:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else len(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
-        settings = [self.held_out, self.vocab_size, words, template]
+        settings = [
+            self.held_out,
+            self.vocab_size,
+            words,
+            template,
+            self.length,
+        ]
         return digest_of_value([FORMAT, stamp, *settings, self.train_on_prompts])
 
     def facts(self) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench decode`: systems, prompts, trials; real engines that are killed and continued."""
+"""`ppd bench decode`: systems, prompts, trials; real engines."""
 
 import json
 import shlex
 import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,31 +135,6 @@ def check(turn: dict[str, Any]) -> None:
     # token.
     steps = turn["request_steps"]
     assert turn["drafts"] <= steps <= 15 * prompts <= steps + accepted
-
-
-@pytest.mark.engine
-@pytest.mark.ranks
-@pytest.mark.full
-def test_a_killed_run_continues(command: list[str], tmp_path: Path) -> None:
-    """With real engines."""
-    command += ["--rounds", "40"]
-    ppd = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
-    process = subprocess.Popen(
-        [*ppd, *command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while len(turns(tmp_path)) < 5 and process.poll() is None:
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    before = turns(tmp_path)
-    kept = len(before) // 3 * 3
-    assert main([*command, "--rounds", str(kept // 3 + 1)]) == 0
-    after = turns(tmp_path)
-    assert len(after) == kept + 3
-    assert after[:kept] == before[:kept] and after[kept:] != before[kept:]
-    for turn in after:
-        check(turn)
-    assert {turn["contender"] for turn in after if turn["drafts"]} == {"cp"}
 
 
 @pytest.mark.engine

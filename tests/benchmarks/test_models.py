@@ -14,7 +14,6 @@ import tiny
 import torch
 from cases import generate, greedy
 from conftest import DEMO, ROOT, accepting, start_engine, write_texts
-from heads_folders import config_of
 from records import templated
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -22,16 +21,12 @@ from transformers import AutoModelForCausalLM
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
 from vllm_ppd.benchmarks.models.inflate import (
     InflateOptions,
-    inflate_heads,
     inflate_model,
     run,
 )
 from vllm_ppd.benchmarks.models.texts import DIGITS, UnpackOptions, split, unpack
 from vllm_ppd.benchmarks.storage import BenchError
-from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.files import digest_of_value
-from vllm_ppd.heads.folder import load_tensors, save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 HEADS = DEMO.parent / "heads"
@@ -80,50 +75,6 @@ def fill_vectors(path: Path) -> None:
         if tensor.dim() == 1:
             tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
     save_file(tensors, path, metadata={"format": "pt"})
-
-
-@torch.no_grad()
-def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
-    model = tiny.make_model(tmp_path / "tiny")
-    inflate_model(model, tmp_path / "large", 3)
-    config = config_of(
-        "cp",
-        model,
-        inner_size=32,
-        token_counts=False,
-        rank=2,
-        condition="recurrent",
-        layers=(1,),
-    )
-    tensors = {
-        name: 0.1 * torch.randn(shape) for name, shape in config.shapes().items()
-    }
-    save_heads(tmp_path / "head", config, tensors)
-    inflate_heads(
-        tmp_path / "head",
-        tmp_path / "large",
-        tmp_path / "heads",
-        3,
-    )
-    head, larger = (
-        CPHead(*load_tensors(tmp_path / name, CPConfig))
-        for name in ("head", "heads")
-    )
-    final = torch.randn(5, 64)
-    layer = torch.randn(5, 64)
-    embedded = torch.randn(5, 2, 64)
-    expected = head.states(torch.cat([final, layer], dim=-1), embedded)
-    # The target's last norm is zero past the first copy.
-    padded = torch.nn.functional.pad(final, (0, 128))
-    read = torch.cat([padded, layer, layer, layer], dim=-1)
-    states = larger.states(read, embedded.repeat(1, 1, 3))
-    torch.testing.assert_close(
-        states[..., :64],
-        expected,
-        rtol=1e-4,
-        atol=1e-4,
-    )
-    assert not states[..., 64:].any()
 
 
 def test_other_families_are_not_inflated(tmp_path: Path) -> None:

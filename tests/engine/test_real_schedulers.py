@@ -9,7 +9,6 @@ import torch
 from configured import from_dict
 from conftest import Factory, our_log
 from vllm import SamplingParams
-from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -119,11 +118,6 @@ def test_data_parallel_engines_choose_each_for_itself(
     assert expected[0] > 2 > expected[1]
     # As without the other engine
     assert serve(scheduler(1), 0) == made[1]
-
-
-def test_vllms_scheduling_policy_is_kept(scheduler: Factory) -> None:
-    made = scheduler(0, scheduling_policy="priority")
-    assert made.policy == SchedulingPolicy.PRIORITY
 
 
 @pytest.mark.parametrize("executor", [None, "external_launcher"])

@@ -4,6 +4,7 @@ the training holds no layer of the target.
 """
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,9 +107,16 @@ def test_states_are_those_of_transformers(
         )
 
 
-def test_the_training_holds_no_layer(tiny_model: Factory) -> None:
+def test_the_training_holds_no_layer(tiny_model: Factory, tmp_path: Path) -> None:
+    """But knows another model by its layers."""
     cpu = torch.device("cpu")
     target = ExtractedTarget(str(tiny_model("gemma3")), cpu, torch.float32)
     assert len(target.layers) == 0 and target.num_layers == 6
     names = {name for name, _ in target.model.named_parameters()}
     assert not any("layers" in name for name in names)
+    tuned = Path(shutil.copytree(tiny_model("gemma3"), tmp_path / "tuned"))
+    weights = load_file(tuned / "model.safetensors")
+    next(w for name, w in weights.items() if "down_proj" in name).mul_(1.01)
+    save_file(weights, tuned / "model.safetensors", {"format": "pt"})
+    other = ExtractedTarget(str(tuned), cpu, torch.float32)
+    assert other.digest() != target.digest()

@@ -31,9 +31,10 @@ from vllm_ppd.heads.options import CalibrationOptions, DataOptions, FitOptions
 from vllm_ppd.heads.provenance import PROVENANCE_NAME
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import WORK
+from vllm_ppd.heads.training.extracted import EXTRACTED
 from vllm_ppd.heads.training.states import GIB
 from vllm_ppd.model_patches.families import FAMILIES
-from vllm_ppd.vllm_plugins.config.found import register
+from vllm_ppd.vllm_plugins.config.found import promise, register
 
 # Shares of the time limit; calibration has what they leave
 DATA = 0.5
@@ -98,6 +99,9 @@ def run(options: FitOptions) -> int:
         register(out)
     except (HeadsError, OSError) as error:
         print(f"`--speculative-model ppd` will not find {out} ({error})")
+        return 0
+    if 0 < promise(out) <= 1:
+        print(f"`--speculative-model ppd` will not use {out}")
     else:
         print(f"`--speculative-model ppd` finds {out} on this machine")
     return 0
@@ -184,11 +188,11 @@ class Fit:
             try:
                 write_chats(some, lambda _: engine(), began + end * seconds)
             except TrainingError as error:
-                # Some models write no usable user turns
+                # Some models write few or no usable user turns
                 if name != "others" or not files:
                     raise
-                print(f"vllm-ppd: fitting to answers alone: {error}", flush=True)
-            else:
+                print(f"vllm-ppd: fitting to fewer chats: {error}", flush=True)
+            if out.exists():
                 files.append(out)
         if engine.cache_info().currsize:
             engine().close()
@@ -242,7 +246,7 @@ class Fit:
             for _, chat in records(data)
         )
         on_gpu = torch.cuda.is_available()
-        longest = min(2048 if on_gpu else 512, self.length)
+        longest = min(2048 if on_gpu else 512, self.length - EXTRACTED)
         length = max(8, min(longest, tokens // 32))
         parts = PARTS if on_gpu else 1
         windows = windows_a_step(tokens, length) if on_gpu else 4

@@ -95,8 +95,8 @@ def _travelling(model_config: ModelConfig) -> list[Found]:
 
 
 def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
-    """Heads that `ppd fit` has registered for a target, those first whose calibration
-    promises most.
+    """Heads that `ppd fit` has registered for a target, but those whose calibration
+    predicts no gain; those first whose calibration predicts most.
     """
     if not _registry().exists():
         return []
@@ -104,8 +104,13 @@ def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
     links = _registry(target)
     if target == TargetFingerprint() or not links.exists():
         return []
-    folders = sorted(map(os.path.realpath, links.iterdir()))
-    folders.sort(key=promise, reverse=True)
+    gains = {
+        folder: promise(folder)
+        for folder in sorted(map(os.path.realpath, links.iterdir()))
+    }
+    # Heads without a calibration have 0
+    folders = [folder for folder, gain in gains.items() if not 0 < gain <= 1]
+    folders.sort(key=gains.__getitem__, reverse=True)
     reason = "`ppd fit` made them on this machine"
     if len(folders) > 1:
         reason += f", and their calibration predicts the most of {len(folders)}"

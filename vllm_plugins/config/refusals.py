@@ -160,6 +160,16 @@ def refuse_target(
         raise OptionError(
             "watermarking (--watermark-config) is not supported with vllm-ppd"
         )
+    if cuts and args.aux_output_config.enable_return_routed_experts:
+        raise OptionError(
+            "--enable-return-routed-experts is not supported with "
+            f"{title}: not every layer runs in every step; use CP heads"
+        )
+    if method.stages > 1 and args.return_sampling_mask:
+        raise OptionError(
+            "--return-sampling-mask is not supported with a worker group, whose steps "
+            "emit several tokens; remove it"
+        )
     if cuts and args.enable_lora:
         raise OptionError(
             f"LoRA (--enable-lora) is not supported with {title}: its passes run "
@@ -224,6 +234,12 @@ def refuse_target(
                 "sleep mode (--enable-sleep-mode) is not supported with a worker "
                 f"group: its stages keep their own states; {instead}"
             )
+    if method.writes_ahead and transfer and platform.connector_is_rdma(transfer):
+        raise OptionError(
+            "KV connectors that write into a GPU's memory from outside (NIXL, Mooncake) "
+            f"are not supported with {title}, which may write there at the same time; "
+            "use CP heads"
+        )
     if cuts and transfer and platform.connector_works_by_layers(transfer):
         raise OptionError(
             "this KV connector moves KV layer by layer, which is not supported with "

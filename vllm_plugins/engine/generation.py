@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 from vllm_ppd.heads.generation import Sampling
 from vllm_ppd.heads.options import DataOptions, TrainingOptions
+from vllm_ppd.heads.training.extracted import EXTRACTED
 from vllm_ppd.heads.training.target import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
@@ -74,7 +75,7 @@ class StatesEngine(OfflineEngine):
             {
                 "model": options.model,
                 "out": "",
-                "max_model_len": options.sequence_length + 2,
+                "max_model_len": options.sequence_length + EXTRACTED,
                 "dtype": options.dtype,
                 "tensor_parallel_size": options.tensor_parallel_size,
                 "trust_remote_code": options.trust_remote_code,

@@ -6,6 +6,7 @@ and its cuts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +36,7 @@ from vllm_ppd.model_patches.branched import (
     TappedModel,
     build_layers,
 )
+from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
@@ -154,9 +156,16 @@ class TargetLMHead(LMHead):
     ) -> None:
         self.model_config = vllm_config.model_config
         self.device = device
-        # Gemma 2 and Cohere read their embeddings.
-        tied = not hasattr(model, "lm_head")
-        lm_head = model.model.embed_tokens if tied else model.lm_head
+        lm_head = getattr(model, "lm_head", None)
+        if lm_head is None:
+            # Gemma 2 and Cohere read their embeddings.
+            inner = getattr(model, "model", None)
+            lm_head = getattr(inner, "embed_tokens", None)
+        if lm_head is None:
+            raise OptionError(
+                f"{type(model).__name__} has no lm_head, which drafts are read by; use "
+                "method 'lookup'"
+            )
         self.lm_head: Any = without_adapters(lm_head)
         self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
@@ -372,12 +381,19 @@ class Target:
             vllm_config.model_config.hf_text_config.hidden_size
         )
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
-        self.lm_head = TargetLMHead(self.model, vllm_config, device)
+        # Some multimodal models have it beside their language model
+        has_own = hasattr(self.model, "logits_processor")
+        self._with_lm_head = self.model if has_own else model
         self._adapted = [
             layer
             for layer in self.model.modules()
             if isinstance(layer, VocabParallelEmbeddingWithLoRA)
         ]
+
+    @cached_property
+    def lm_head(self) -> TargetLMHead:
+        """The target's own, which lookups do not need."""
+        return TargetLMHead(self._with_lm_head, self.vllm_config, self.device)
 
     def linear(self, weight: Tensor) -> PackedLinear:
         """y = W x on every rank for a matrix [out, in], packed for the platform's fastest

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ppd.heads.files import InUse, writing_file, writing_folder
+from vllm_ppd.heads.files import (
+    InUse,
+    replaced,
+    write_text,
+    writing_file,
+    writing_folder,
+)
 
 HOLDS = """
 import sys, time
@@ -31,6 +37,17 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         holder.kill()
     with writing_folder(out):
         pass
+
+
+def test_processes_may_write_the_same_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    with replaced(path) as new:
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_text(path, "theirs")
+        new.write_text("ours")
+    assert path.read_text() == "ours" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:

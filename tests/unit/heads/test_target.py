@@ -176,6 +176,10 @@ def test_the_lm_head_is_told_by_values_shape_and_dtype(tmp_path: Path) -> None:
     assert None not in hashes and len({*hashes}) == len(variants)
     assert hashed(values) == hashes[0]
     assert hashed(values.to(torch.float8_e4m3fn)) is None
+    # As a clone without git-lfs has it
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs")
+    with pytest.raises(HeadsError, match="is not whole safetensors"):
+        fingerprint(tmp_path)
 
 
 def test_a_tokenizer_written_otherwise_is_the_same(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ class DeferredKVSpeculator(Speculator):
 
     # The target -----------------------------------------------------------------------
 
+    def refresh(self) -> None:
+        """Also forget states of the former weights."""
+        super().refresh()
+        self.deferred.drafted[:] = False
+
     def load_draft_model(self, *args: Any) -> Any:
         super().load_draft_model(*args)
         cut = self.cut = self.drafter.cut

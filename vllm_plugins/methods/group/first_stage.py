@@ -116,6 +116,9 @@ class FirstStage(Stage):
         self.cut.adapter.decoder.norm.weight.data.copy_(weights["norm"])
         if self.reads_target:
             self.lm_head.load(weights["shard"], weights["bias"])
+        # These states are of the former weights
+        self.carried.fill(NONE)
+        self.candidates.forget()
 
     # A step's forward -----------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from vllm_ppd.heads.calibration.acceptance import (
     take_prompts,
 )
 from vllm_ppd.heads.calibration.run import (
+    Calibration,
     calibrate,
     counts_of,
     open_calibration,
@@ -130,7 +131,7 @@ def options(folder: Path, data: Path) -> CalibrationOptions:
         num_prompts=3,
         prompt_tokens=16,
         output_len=12,
-        num_speculative_tokens=3,
+        num_speculative_tokens=2,
         device="cpu",
         batch_size=2,
     )
@@ -177,6 +178,13 @@ def test_what_is_measured_reaches_the_heads(
     else:
         assert set(result["parts"]["vocabulary"]) == {"128"}
         assert config.draft_vocab_size == chosen["draft_vocab_size"]
+        # The whole one does not exclude a part of it for good.
+        save_recommended(str(folder), config, {"draft_vocab_size": None})
+        calibration = open_calibration(options(folder, data))
+        calibration.tensors[str(config.counts_tensor)][1000:] = 0
+        assert calibration.draft_vocabulary() is not None
+    if kind == "cp":
+        assert len(result["parts"]["acceptance"]["greedy"]["by_drafts"]) == 2
     assert recommend(config, load_calibration(folder)) == chosen
     text = report(
         json.loads((folder / "calibration.json").read_text()), str(folder)
@@ -198,6 +206,19 @@ def test_stored_calibrations_are_read(path: Path) -> None:
 @pytest.fixture(scope="module")
 def target(tiny_model: Factory) -> Target:
     return Target(str(tiny_model()), torch.device("cpu"), torch.float32)
+
+
+def test_a_pass_reads_the_experts_of_a_token(
+    tiny_model: Factory, target: Target
+) -> None:
+    """Two of four experts, beside attention and what routes."""
+    sparse = Target(str(tiny_model("gpt_oss")), target.device, target.dtype)
+    shares = []
+    for routed in (2, 4):
+        sparse.config.num_experts_per_tok = routed
+        made: Any = Calibration(None, None, {}, sparse)  # type: ignore[arg-type]
+        shares.append(made.timing().lm_head_share)
+    assert shares[1] < shares[0] < 2 * shares[1]
 
 
 PROMPTS = [[40 + i] * 3 + list(range(60, 60 + i)) for i in (4, 9, 1, 6)]

@@ -93,6 +93,8 @@ def test_answers_that_are_too_short(train: Factory, tmp_path: Path) -> None:
     data = write(file, *[prompt | cut_off for prompt in prompts])
     with pytest.raises(TrainingError, match=message):
         train("cp", data=(data,))
+    with pytest.raises(TrainingError, match="8 is not from 16 to the model's"):
+        train("cp", train_vocab_size=8)
     answer = {"completion": "yes, it is so"}
     write(file, *[{"prompt": f"{i} " + "x" * 300} | answer for i in range(100)])
     settings = {

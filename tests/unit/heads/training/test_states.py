@@ -153,6 +153,10 @@ def test_each_window_is_computed_once(
     assert passes == [3, 1]
     made.states(store.batch("held_out", [0]))
     assert passes == [3, 1, 1]
+    # A file may lack what other heads read.
+    cache(Reads(exits=(3,))).fill()
+    windows = store.num_windows("train") + store.num_windows("held_out")
+    assert sum(passes) == 5 + windows
 
 
 def test_other_targets_and_tokens_have_files_of_their_own(

@@ -38,10 +38,7 @@ def store(
     )
 
 
-def test_documents_are_split_whole(
-    tmp_path: Path,
-    tokenizer: Any,
-) -> None:
+def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
     # Many more than are tokenized at once
     texts = [f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(1000)]
     made = store(tmp_path, texts, tokenizer)
@@ -53,10 +50,7 @@ def test_documents_are_split_whole(
     assert len(rows["held_out"]) > 3
 
 
-def test_windows(
-    tmp_path: Path,
-    tokenizer: Any,
-) -> None:
+def test_windows(tmp_path: Path, tokenizer: Any) -> None:
     """Positions restart at documents, and the tokens ahead stay in the document."""
     made = store(
         tmp_path, ["abcdefgh"[: 3 + i % 5] for i in range(60)], tokenizer
@@ -80,10 +74,7 @@ def test_windows(
         assert tokens[index, :known].tolist() == following[1:][:known].tolist()
 
 
-def test_store_is_made_once(
-    tmp_path: Path,
-    tokenizer: Any,
-) -> None:
+def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
     """And again after a kill while it was written, or for other data."""
     file = tmp_path / "work" / "train.tokens"
     manifest = tmp_path / "work" / "tokens.json"
@@ -100,11 +91,12 @@ def test_store_is_made_once(
         file.write_bytes(whole[:-12])
     store(tmp_path, ["other text, longer than that" * 9], tokenizer)
     assert file.stat().st_size != len(whole)
+    made = [store(tmp_path, None, tokenizer, length=n) for n in (16, 8)]
+    assert made[0].manifest.key != made[1].manifest.key
 
 
 def test_one_document_is_held_out_by_its_tail(
-    tmp_path: Path,
-    tokenizer: Any,
+    tmp_path: Path, tokenizer: Any
 ) -> None:
     made = store(tmp_path, ["abcdefghij" * 20], tokenizer)
     assert len(made.tokens["held_out"]) == 17

@@ -127,7 +127,7 @@ def test_heads_are_pinned_or_left_out(model: Path, copied: Factory) -> None:
 def test_registered_heads_that_promise_most_are_taken(
     model: Path, copied: Factory, caches: Path
 ) -> None:
-    for name, accepted in (("a", 0.1), ("b", 0.9), ("c", 0.3)):
+    for name, accepted in (("a", 0.2), ("b", 0.9), ("c", 0.3), ("none", 0)):
         found.register(promising(copied("cp", name), accepted))
     found.register(copied("cp", "uncalibrated"))
     found.register(model.parent / "b")  # again

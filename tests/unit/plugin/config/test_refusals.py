@@ -26,6 +26,7 @@ LAYER_BY_LAYER = (
     """'{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
     """"kv_connector_extra_config": {"use_layerwise": true}}'"""
 )
+RDMA = """'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
 
 
 @contextmanager
@@ -52,6 +53,9 @@ def refused(message: str) -> Iterator[None]:
             f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
             "moves KV layer by layer",
         ),
+        (f"{EARLY} --kv-transfer-config {RDMA}", "memory from outside"),
+        (f"{EARLY} --enable-return-routed-experts", "not every layer runs"),
+        (f"{GROUP} --return-sampling-mask", "emit several tokens"),
         (f"{EARLY} --model-impl transformers", "not supported with this family"),
         (
             f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""",
@@ -109,7 +113,6 @@ def refused(message: str) -> Iterator[None]:
         ),
         (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
         (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported"),
-        (f"{PPD} --ppd-candidates 3", "has 2 pipeline stages, not 1"),
         # Names of methods and models
         (
             "--speculative-model ./no-such-folder",

@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices ranks divide, by the sizes of Llama 3 8B and 70B in bfloat16."""
+"""The target's LM head, and which matrices ranks divide, by the sizes of Llama 3 8B and
+70B in bfloat16.
+"""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from vllm_ppd.vllm_plugins.engine.target import pays
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.engine.target import TargetLMHead, pays
 
 # [out, in] by the width d of the states. A recurrence is V, W_g, W_i and W_o, of 2 d
 # inner numbers; a quarter of the vocabulary is drafted.
@@ -33,3 +39,9 @@ def test_what_is_divided(model: str, ranks: int, divided: list[str]) -> None:
         if pays(2 * numbers(MODELS[model]), ranks)
     ]
     assert found == divided
+
+
+def test_an_lm_head_of_another_name_is_one_line() -> None:
+    config = SimpleNamespace(model_config=None)
+    with pytest.raises(OptionError, match="Module has no lm_head"):
+        TargetLMHead(torch.nn.Module(), config, torch.device("cpu"))
