@@ -102,9 +102,9 @@ class Calibration:
         to a layer. Of experts a pass reads those that a token is routed to.
         """
         config = self.target.config
-        experts = [getattr(config, name, None) or 0 for name in EXPERTS]
-        routed = getattr(config, "num_experts_per_tok", None) or 0
-        share = routed / max(experts) if routed and any(experts) else 1.0
+        experts = max(getattr(config, name, None) or 0 for name in EXPERTS)
+        routed = getattr(config, "num_experts_per_tok", None) or experts
+        share = routed / experts if experts else 1.0
         layers = sum(
             tensor.numel() * (share if ".experts." in name else 1.0)
             for name, tensor in self.target.layers.named_parameters()

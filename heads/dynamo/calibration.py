@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_ppd.heads.calibration.acceptance import (
-    Texts,
-    ahead,
-    logits_at,
-    replay,
-)
+from vllm_ppd.heads.calibration.acceptance import Texts, ahead, logits_at, replay
 from vllm_ppd.heads.calibration.run import Calibration, parts_by_vocabulary
 from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
@@ -78,9 +73,7 @@ def drafted(
         )
         log_p = []
         flat = zip(
-            final.split(size),
-            generated.flatten().split(size),
-            strict=True,
+            final.split(size), generated.flatten().split(size), strict=True
         )
         for rows, token in flat:
             log_probs = logits_at(target, rows, temperature).log_softmax(-1)
@@ -94,13 +87,7 @@ def drafted(
             masked = mask.masked(read, target.embed(first))
             factors = logits_at(target, masked, 0.0)[..., ids]
             joint = candidates(
-                factors,
-                k,
-                ngrams,
-                first,
-                token_ids,
-                tables=tables,
-                heat=heat,
+                factors, k, ngrams, first, token_ids, tables=tables, heat=heat
             )
             for key in keys:
                 eps, most = key

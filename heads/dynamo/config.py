@@ -31,12 +31,7 @@ class JointSettings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
-    k: int = Field(
-        50,
-        ge=1,
-        le=128,
-        description="top-k of each head",
-    )
+    k: int = Field(50, ge=1, le=128, description="top-k of each head")
     eps_b: float = Field(
         0.5,
         ge=0,
@@ -151,8 +146,7 @@ class DynaMoConfig(HeadsConfig):
         0, ge=0, description="rank of the learned mask (0: none)"
     )
     sampling: JointSettings = Field(
-        JointSettings.model_validate({}),
-        description="settings of the joint",
+        JointSettings.model_validate({}), description="settings of the joint"
     )
 
     @model_validator(mode="after")

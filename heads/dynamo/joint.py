@@ -61,11 +61,7 @@ class JointChoice:
         inside = torch.ones_like(tokens[:, 0], dtype=torch.bool)
         result = []
         for position, ids in enumerate(self.top.token_ids[1:], start=1):
-            q = conditional(
-                self.joints,
-                self.order,
-                places[:, :position],
-            )
+            q = conditional(self.joints, self.order, places[:, :position])
             hit = ids == tokens[:, position, None]
             place = hit.int().argmax(dim=1)
             places[:, position] = place

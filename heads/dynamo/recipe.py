@@ -168,11 +168,7 @@ class DynaMoRecipe(HeadsRecipe):
                     wanted = torch.cat([wanted, states.top_ids[at]], dim=1)
                 wanted = index_of[wanted]
                 log_q = token_log_probs(
-                    hidden,
-                    wanted.clamp(min=0),
-                    unembedding,
-                    bias,
-                    target.cap,
+                    hidden, wanted.clamp(min=0), unembedding, bias, target.cap
                 )
                 log_q = log_q * (wanted >= 0)
                 loss = -log_q[:, 0]
@@ -183,12 +179,7 @@ class DynaMoRecipe(HeadsRecipe):
                     counts[f"distilled.{token}"] = distilled.detach().sum()
                     loss = torch.lerp(loss, distilled, options.distillation)
                 if not self.training:
-                    best, _ = top_log_probs(
-                        hidden,
-                        1,
-                        unembedding,
-                        bias,
-                    )
+                    best, _ = top_log_probs(hidden, 1, unembedding, bias)
                     drafts[rows, token - 2] = best[:, 0]
             if token > 1 or self.full:
                 total = total + loss.mean()

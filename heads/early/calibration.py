@@ -89,20 +89,14 @@ def read_exits(
                     logits = logits.index_copy(1, token_ids, within)
                 rank = (logits > logits.gather(1, wanted[:, None])).sum(1)
                 chance = acceptance(
-                    log_p,
-                    logits.log_softmax(-1),
-                    wanted,
-                    temperature,
+                    log_p, logits.log_softmax(-1), wanted, temperature
                 )
                 by_layer.append(torch.stack([rank.float(), chance]).cpu())
             measured.append(torch.stack(by_layer))
     ranks, accept = torch.cat(measured, dim=-1).unbind(1)
     shape = (len(layers), *texts.generated.shape)
     return Exits(
-        layers,
-        ranks.view(shape),
-        accept.view(shape),
-        texts.lengths.cpu(),
+        layers, ranks.view(shape), accept.view(shape), texts.lengths.cpu()
     )
 
 

@@ -44,9 +44,9 @@ class ExtractedTarget(Target):
                 names = file.keys()
                 for name in names:
                     stored = file.get_slice(name)
-                    shape = stored.get_shape()
-                    row = stored[:1] if shape else file.get_tensor(name)
-                    digest.update(f"{name} {shape}".encode())
+                    is_scalar = not stored.get_shape()
+                    row = file.get_tensor(name) if is_scalar else stored[:1]
+                    digest.update(name.encode())
                     digest.update(row.float().numpy().tobytes())
         return digest.hexdigest()
 

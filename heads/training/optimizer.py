@@ -1,10 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers of `ppd train`: AdamW, or Muon for matrices and AdamW for other parameters."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vllm_ppd.heads.training.target import cpu_computes_bfloat16
+
+
+class InFloat32(TorchFunctionMode):
+    """A context in which tensors are not converted to bfloat16. torch's Muon multiplies
+    matrices in it, which takes 30 times as long on CPUs that emulate it.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.bfloat16:
+            function = Tensor.clone
+        return function(*args, **(kwargs or {}))
 
 
 class Muon(torch.optim.AdamW):
@@ -36,9 +53,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of all parameters that have a gradient."""
+        """One update of all parameters that have a gradient; those of matrices are
+        cleared.
+        """
         assert closure is None
-        gradients: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
             stacks = [
                 p
@@ -47,13 +65,9 @@ class Muon(torch.optim.AdamW):
             ]
             if stacks:
                 self._step_matrices(stacks, group)
-                gradients |= {p: p.grad for p in stacks}
-        for parameter in gradients:
-            parameter.grad = None  # AdamW skips parameters without a gradient
-        super().step()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        return None
+            for parameter in stacks:
+                parameter.grad = None  # AdamW skips parameters without a gradient
+        return super().step()
 
     def _step_matrices(self, stacks: list[Tensor], group: dict[str, Any]) -> None:
         """Muon's update of matrices that are views of the parameters, with moments that
@@ -85,4 +99,7 @@ class Muon(torch.optim.AdamW):
         )
         for parameter, buffer in matrices:
             muon.state[parameter]["momentum_buffer"] = buffer
-        muon.step()
+        on_cpu = matrices[0][0].device.type == "cpu"
+        emulated = on_cpu and not cpu_computes_bfloat16()
+        with InFloat32() if emulated else nullcontext():
+            muon.step()

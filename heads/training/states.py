@@ -70,10 +70,11 @@ class StatesCache:
         before_stem = {target.num_layers - 1} if reads.stem else set()
         self.layers = tuple(sorted(before_stem.union(reads.exits)))
         self.names = {layer: f"layer-{layer}" for layer in self.layers}
+        self.top = [f"top-{reads.top_k}.ids", f"top-{reads.top_k}.log"]
         # Tensors of a file
         self.needed = {"final", *self.names.values()}
         if reads.top_k:
-            self.needed |= {f"top-{reads.top_k}.ids", f"top-{reads.top_k}.log"}
+            self.needed.update(self.top)
         tokens = [
             hashlib.sha256(store.tokens[split].data).hexdigest()
             for split in SPLITS
@@ -93,8 +94,7 @@ class StatesCache:
         target = self.target
         reads = self.reads
         names = self.names
-        top_ids = f"top-{reads.top_k}.ids"
-        top_log = f"top-{reads.top_k}.log"
+        top_ids, top_log = self.top
         needed = self.needed
         paths = [self._path(batch.split, window) for window in batch.windows]
         stored = [load_file(path) if path.exists() else {} for path in paths]

@@ -159,11 +159,7 @@ def refuse_renamed(words: Iterable[str], parser: Parser) -> None:
 
 
 def add_field(
-    parser: Parser,
-    name: str,
-    field: FieldInfo,
-    positional: bool,
-    is_shown: bool,
+    parser: Parser, name: str, field: FieldInfo, positional: bool, is_shown: bool
 ) -> None:
     """Add the flags of a field, or the positional argument that sets it."""
     about = (field.description or "").replace("%", "%%")

@@ -100,10 +100,8 @@ def run(options: FitOptions) -> int:
     except (HeadsError, OSError) as error:
         print(f"`--speculative-model ppd` will not find {out} ({error})")
         return 0
-    if 0 < promise(out) <= 1:
-        print(f"`--speculative-model ppd` will not use {out}")
-    else:
-        print(f"`--speculative-model ppd` finds {out} on this machine")
+    verb = "will not use" if 0 < promise(out) <= 1 else "finds"
+    print(f"`--speculative-model ppd` {verb} {out} on this machine")
     return 0
 
 

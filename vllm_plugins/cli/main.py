@@ -81,7 +81,7 @@ def benchmarks() -> dict[str, Command]:
             decode,
             resolve_name("vllm_ppd.benchmarks.systems:DecodeOptions"),
             example="--model MODEL --data prompts.jsonl --heads ./my-heads",
-        ),
+        )
     }
 
 

@@ -104,13 +104,10 @@ def _registered(at_hand: Callable[[], TargetFingerprint]) -> list[Found]:
     links = _registry(target)
     if target == TargetFingerprint() or not links.exists():
         return []
-    gains = {
-        folder: promise(folder)
-        for folder in sorted(map(os.path.realpath, links.iterdir()))
-    }
+    folders = sorted(map(os.path.realpath, links.iterdir()))
     # Heads without a calibration have 0
-    folders = [folder for folder, gain in gains.items() if not 0 < gain <= 1]
-    folders.sort(key=gains.__getitem__, reverse=True)
+    folders = [folder for folder in folders if not 0 < promise(folder) <= 1]
+    folders.sort(key=promise, reverse=True)
     reason = "`ppd fit` made them on this machine"
     if len(folders) > 1:
         reason += f", and their calibration predicts the most of {len(folders)}"

@@ -207,8 +207,7 @@ def flag_name(field: str) -> str:
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to vLLM's parser; `vllm serve --help=vllm-ppd` lists them."""
     group = parser.add_argument_group(
-        "vllm-ppd",
-        "Speculative decoding, such as --speculative-model ppd.",
+        "vllm-ppd", "Speculative decoding, such as --speculative-model ppd."
     )
     group.add_argument(
         "--speculative-model",

@@ -151,9 +151,7 @@ class Acceptance:
             }
 
     def per_request(
-        self,
-        req_ids: Sequence[str],
-        kinds: Sequence[int],
+        self, req_ids: Sequence[str], kinds: Sequence[int]
     ) -> list[float]:
         """Mean accepted drafts a request of a batch, by the number of drafts: [1 + K]."""
         most = self._at_most(self._max_drafts, req_ids)

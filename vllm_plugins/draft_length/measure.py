@@ -6,11 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_ppd.vllm_plugins.config.resolved import FEW_DRAFTS
-from vllm_ppd.vllm_plugins.draft_length.costs import (
-    CostTable,
-    Plan,
-    plans_of,
-)
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan, plans_of
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 ROUNDS = 5  # most rounds of a batch size

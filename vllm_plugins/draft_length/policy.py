@@ -104,11 +104,7 @@ class DraftPolicy:
     """
 
     def __init__(
-        self,
-        costs: StepCosts,
-        kinds: int,
-        clock: bool,
-        limits: Mapping[str, int],
+        self, costs: StepCosts, kinds: int, clock: bool, limits: Mapping[str, int]
     ) -> None:
         self.plans = costs.plans
         self.seconds = StepSeconds(costs, clock)

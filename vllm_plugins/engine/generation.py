@@ -50,9 +50,7 @@ class OfflineEngine:
         ]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         outputs = self._llm.generate(
-            inputs,
-            params,
-            use_tqdm=partial(tqdm, leave=False),
+            inputs, params, use_tqdm=partial(tqdm, leave=False)
         )
         return [output.outputs[0] for output in outputs]
 

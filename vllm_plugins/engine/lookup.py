@@ -95,9 +95,7 @@ class Lookup:
         """Start to count added requests anew, before a step drafts."""
         if self._admitted:
             rows = async_tensor_h2d(
-                self._admitted,
-                dtype=torch.int64,
-                device=self._began.device,
+                self._admitted, dtype=torch.int64, device=self._began.device
             )
             self._began.index_fill_(0, rows, 0)
             self._admitted.clear()
@@ -111,22 +109,12 @@ class Lookup:
         matched = self.matched[: len(rows)]
         tokens = self.tokens[: len(rows)]
         chosen(look_up, rows)(
-            self.texts,
-            rows,
-            self.shortest,
-            self.longest,
-            WINDOW,
-            matched,
-            tokens,
+            self.texts, rows, self.shortest, self.longest, WINDOW, matched, tokens
         )
         return LookedUp(matched, tokens, self.gains)
 
     def choose(
-        self,
-        rows: Tensor,
-        looked_up: LookedUp,
-        first: Tensor,
-        drafts: Tensor,
+        self, rows: Tensor, looked_up: LookedUp, first: Tensor, drafts: Tensor
     ) -> None:
         """Write looked-up drafts over those of the method where they are taken, and
         count what came of earlier ones.

@@ -122,10 +122,7 @@ class DraftingRunnerMixin(UpdatedRunner):
         return batch
 
     def _set_active_loras(
-        self,
-        prompt_lora_mapping: Sequence[int],
-        *args: Any,
-        **kwargs: Any,
+        self, prompt_lora_mapping: Sequence[int], *args: Any, **kwargs: Any
     ) -> None:
         """Set the adapter of each row of logits. vLLM sets one a request, but a request
         has a row for each draft.

@@ -282,10 +282,7 @@ class DraftingScheduler(CountingScheduler):
         self._may_draft = bool(drafting)
         before = policy.current
         policy.choose(
-            len(decoding),
-            ahead,
-            drafting,
-            [kinds[name] for name in drafting],
+            len(decoding), ahead, drafting, [kinds[name] for name in drafting]
         )
         if policy.current != before and policy.best is not None:
             self._log_choice(len(decoding), before, policy.best)

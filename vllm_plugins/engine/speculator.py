@@ -95,9 +95,7 @@ class Speculator(DraftModelSpeculator):
     # Start ----------------------------------------------------------------------------
 
     def load_draft_model(
-        self,
-        target_model: Any,
-        target_attn_layer_names: set[str],
+        self, target_model: Any, target_attn_layer_names: set[str]
     ) -> Any:
         """Load the drafter for the loaded target and allocate everything, before vLLM
         measures the memory left.
@@ -141,10 +139,7 @@ class Speculator(DraftModelSpeculator):
 
     def _new_graphs(self, cudagraph_mode: CUDAGraphMode) -> CudaGraphManager:
         return CudaGraphManager(
-            self._config_of_graphs(),
-            self.device,
-            decode_only(cudagraph_mode),
-            1,
+            self._config_of_graphs(), self.device, decode_only(cudagraph_mode), 1
         )
 
     def _config_of_graphs(self) -> Any:
@@ -175,10 +170,7 @@ class Speculator(DraftModelSpeculator):
         return self.sampled_graphs if sampled else self.graphs
 
     def prepare_capture(
-        self,
-        sampled: bool,
-        desc: BatchExecutionDescriptor,
-        warmup: bool,
+        self, sampled: bool, desc: BatchExecutionDescriptor, warmup: bool
     ) -> Callable[[CUDAGraphMode], None]:
         """Prepare the capture of a graph: what it runs."""
         self.stage_padding(desc.num_tokens)

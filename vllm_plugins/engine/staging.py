@@ -119,26 +119,14 @@ class Staging:
         self.options = options
         device = target.device
         hidden = torch.zeros(
-            requests,
-            target.hidden_size,
-            dtype=target.dtype,
-            device=device,
+            requests, target.hidden_size, dtype=target.dtype, device=device
         )
         settings = torch.zeros(len(Setting), requests, device=device)
         rows, newest_ids, places, positions, seeds = torch.zeros(
-            5,
-            requests,
-            dtype=torch.int64,
-            device=device,
+            5, requests, dtype=torch.int64, device=device
         )
         self.staged = Staged(
-            rows,
-            newest_ids,
-            places,
-            positions,
-            hidden,
-            settings,
-            seeds,
+            rows, newest_ids, places, positions, hidden, settings, seeds
         )
         self.stage_nobody()
 
@@ -161,10 +149,7 @@ class Staging:
         )
 
     def inputs(
-        self,
-        places: slice,
-        sampled: bool,
-        looked_up: LookedUp | None,
+        self, places: slice, sampled: bool, looked_up: LookedUp | None
     ) -> DraftInputs:
         """The drafter's inputs for some of the staged requests.
 

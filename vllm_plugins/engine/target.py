@@ -177,10 +177,7 @@ class TargetLMHead(LMHead):
 
     def logits(self, hidden: Tensor, gather: bool = True) -> Tensor:
         return self.logits_processor(
-            self.lm_head,
-            hidden,
-            self.bias,
-            skip_gather=not gather,
+            self.lm_head, hidden, self.bias, skip_gather=not gather
         )
 
     @property
@@ -220,10 +217,7 @@ class TargetLMHead(LMHead):
                 return rows * self.logits_processor.scale, bias
             for part in units.split(UNITS_AT_ONCE):
                 product = self.logits_processor(
-                    self.lm_head,
-                    part,
-                    None,
-                    skip_gather=not whole,
+                    self.lm_head, part, None, skip_gather=not whole
                 )
                 columns.append(product[:, which].to(dtype))
         return torch.cat(columns).t().contiguous(), bias
@@ -488,9 +482,7 @@ class Target:
             ValueError: if the family cannot be cut, or weights are missing or unknown.
         """
         cut = self.cut = BranchedModel(
-            self.model,
-            self.vllm_config,
-            embedded=self.is_multimodal,
+            self.model, self.vllm_config, embedded=self.is_multimodal
         )
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = self._states(len(layers))
@@ -515,10 +507,7 @@ class Target:
     def _prepare_graphs(self) -> None:
         if self._graphs:
             self.cut.allocate_graph_buffers(
-                self.max_tokens,
-                self.hidden_size,
-                self.dtype,
-                self.device,
+                self.max_tokens, self.hidden_size, self.dtype, self.device
             )
             # vLLM captures piecewise graphs only for a model with compiled submodules.
             self.model.add_module(

@@ -116,11 +116,7 @@ class Verification(RejectionSampler):
         return processed_logits, sampled, num_sampled
 
     def _get_logprobs_tensors(
-        self,
-        sampled: Tensor,
-        num_sampled: Tensor,
-        logits: Tensor,
-        *args: Any,
+        self, sampled: Tensor, num_sampled: Tensor, logits: Tensor, *args: Any
     ) -> LogprobsTensors | None:
         """As vLLM's sampler returns them, with those of logprob_token_ids, which its
         rejection sampler omits.
@@ -131,11 +127,7 @@ class Verification(RejectionSampler):
             )
         *places, num_logprobs = args
         emitted = super()._get_logprobs_tensors(
-            sampled,
-            num_sampled,
-            logits,
-            *places,
-            0,
+            sampled, num_sampled, logits, *places, 0
         )
         return compute_topk_scores(
             logits,
@@ -190,12 +182,7 @@ class UnverifiedDrafts:
         """Which of a step's logits belong to drafts that are not emitted: [logits] bool."""
         return batch.expanded_local_pos > self.counts[batch.expanded_idx_mapping]
 
-    def emit(
-        self,
-        sampled: Tensor,
-        drafts: Tensor,
-        local_pos: Tensor,
-    ) -> Tensor:
+    def emit(self, sampled: Tensor, drafts: Tensor, local_pos: Tensor) -> Tensor:
         """The drafts in place of the tokens that the target samples at their positions:
         [logits].
 

@@ -30,11 +30,7 @@ class RecurrentDrafter(Drafter):
         self.target = target
         self.drafts = config.num_speculative_tokens
         vocabulary = DraftVocabulary(
-            config,
-            heads,
-            tensors,
-            target,
-            reads_lm_head=False,
+            config, heads, tensors, target, reads_lm_head=False
         )
         self.vocabulary = vocabulary
         placed = {
@@ -45,11 +41,7 @@ class RecurrentDrafter(Drafter):
             if not heads.is_count(name)
         }
         self.recurrence = Recurrence(
-            heads,
-            placed,
-            target.linear,
-            self._embedding,
-            self.drafts,
+            heads, placed, target.linear, self._embedding, self.drafts
         )
         self.lm_heads = [
             vocabulary.classifiers(tensors[f"head.{stage}.weight"])
@@ -83,10 +75,6 @@ class RecurrentDrafter(Drafter):
         # Log weights of a mixture of a single expert
         alone = torch.zeros_like(step.hidden[:, :1], dtype=torch.float32)
         entries = draft_in_sequence(
-            alone,
-            self.drafts,
-            read,
-            step.sampling,
-            vocabulary.token_ids,
+            alone, self.drafts, read, step.sampling, vocabulary.token_ids
         )
         return Drafts(vocabulary.ids(entries))

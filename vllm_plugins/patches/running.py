@@ -23,11 +23,7 @@ PUBLISHED = "vllm_ppd_published"
 
 
 def validate_params(
-    original: Original,
-    self: Any,
-    params: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Original, self: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """InputProcessor._validate_params: check the request's options as well."""
     config = active_config(self.vllm_config)
@@ -102,11 +98,7 @@ def post_step(original: Original, self: Any, model_executed: bool) -> None:
 
 
 def sleep(
-    original: Original,
-    self: Any,
-    level: int = 1,
-    *args: Any,
-    **kwargs: Any,
+    original: Original, self: Any, level: int = 1, *args: Any, **kwargs: Any
 ) -> Any:
     """EngineCore.sleep: refuse a level that discards the heads, before anything is
     paused.
@@ -126,22 +118,14 @@ def sleep(
 
 
 def make_loggers(
-    original: Original,
-    self: Any,
-    vllm_config: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """StatLoggerManager.__init__: register the counters of engines that draft."""
     original(self, vllm_config, *args, **kwargs)
     config = active_config(vllm_config)
     if config is not None:
         name = str(vllm_config.model_config.served_model_name)
-        setattr(
-            self,
-            PUBLISHED,
-            Published(name, self.engine_indexes, config),
-        )
+        setattr(self, PUBLISHED, Published(name, self.engine_indexes, config))
 
 
 def record(

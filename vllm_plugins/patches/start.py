@@ -11,10 +11,7 @@ from typing import Any, Literal, get_args
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.activation import (
-    activate,
-    active_config,
-)
+from vllm_ppd.vllm_plugins.config.activation import activate, active_config
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
 from vllm_ppd.vllm_plugins.config.refusals import (
@@ -90,11 +87,7 @@ def create_engine_config(
 
 
 def maybe_override_with_speculators(
-    original: Original,
-    model: Any,
-    tokenizer: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Original, model: Any, tokenizer: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
     given = kwargs.get("vllm_speculative_config")

@@ -33,12 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_ppd.vllm_plugins.engine.cpu import (
-    inputs,
-    penalties,
-    sampling,
-    tables,
-)
+from vllm_ppd.vllm_plugins.engine.cpu import inputs, penalties, sampling, tables
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.platform import current, has_triton, is_cpu
 

@@ -37,9 +37,7 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 
 def early_heads(
-    config: DraftingConfig,
-    device: torch.device,
-    dtype: torch.dtype,
+    config: DraftingConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[EarlyHeads | None, dict[str, Tensor]]:
     """The early heads of the options, for drafting, and all tensors of their folder;
     neither if exits are read without heads.
@@ -156,10 +154,7 @@ class EarlyExitDrafter(Drafter):
             state = self.cut.passes.run(offset, token_ids)
             sampling = step.sampling and step.sampling.ahead(offset)
             token_ids, confidence = self.reader.read(
-                exit_layer,
-                state,
-                sampling,
-                with_confidence,
+                exit_layer, state, sampling, with_confidence
             )
             token_ids = self.vocabulary.ids(token_ids)
             drafts.append(token_ids)

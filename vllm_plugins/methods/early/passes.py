@@ -60,9 +60,7 @@ class ShallowPasses:
         return self.vllm_config.model_config.max_model_len
 
     def begin_drafting(
-        self,
-        bounds: Tensor | None,
-        without_attention: bool = False,
+        self, bounds: Tensor | None, without_attention: bool = False
     ) -> None:
         """A step's drafts are about to be made."""
         self.without_attention = without_attention
@@ -127,10 +125,7 @@ class ShallowPasses:
         return state
 
     def _bring_up_to_date(
-        self,
-        offset: int,
-        requests: int,
-        mappings: Tensor,
+        self, offset: int, requests: int, mappings: Tensor
     ) -> None:
         """Metadata of the next pass, made once per step unless a backend's cannot be
         updated in place.

@@ -76,11 +76,7 @@ class DeferredKVSpeculator(Speculator):
             cut.adapter.has_residual,
         )
         self.deferred = DeferredKV(
-            rows,
-            drafts,
-            target.max_tokens,
-            saved,
-            self.counters,
+            rows, drafts, target.max_tokens, saved, self.counters
         )
         self.passes = ShallowPasses(self, cut)
         cut.deferred = self.deferred

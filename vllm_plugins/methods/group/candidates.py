@@ -211,10 +211,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        step: GroupStep,
-        lengths: ndarray,
-        stops: Sequence[set[int]],
+        self, step: GroupStep, lengths: ndarray, stops: Sequence[set[int]]
     ) -> None:
         count = step.size
         self.request_rows = step.request_rows

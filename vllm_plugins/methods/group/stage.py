@@ -166,11 +166,7 @@ class StageChannel:
         return tokens.numpy()
 
     def send_frame(
-        self,
-        rows: ndarray,
-        state: CutState | None,
-        count: int,
-        counted: ndarray,
+        self, rows: ndarray, state: CutState | None, count: int, counted: ndarray
     ) -> None:
         """Send states of some rows of a batch.
 
