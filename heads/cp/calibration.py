@@ -100,8 +100,10 @@ def by_drafts(
         drafts,
     )
     lengths = texts.lengths.cpu()
-    most = calibration.most_drafts(drafts)
-    counts = [replay(accept[:, :, :n], lengths) for n in range(1, most + 1)]
+    counts = [
+        replay(accept[:, :, :n], lengths)
+        for n in range(1, calibration.most_drafts(drafts) + 1)
+    ]
     return ByDrafts(by_drafts=counts)
 
 

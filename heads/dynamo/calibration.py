@@ -61,8 +61,11 @@ def drafted(
     drafts = heads.tokens - 1
     size = max(1, JOINT_ELEMENTS // k**drafts)
     eps_b = calibration.options.eps_b
-    numbers = range(1, calibration.most_drafts(drafts) + 1)
-    keys = [(eps, most) for eps in eps_b for most in numbers]
+    keys = [
+        (eps, most)
+        for eps in eps_b
+        for most in range(1, calibration.most_drafts(drafts) + 1)
+    ]
     chances: dict[Key, list[Tensor]] = defaultdict(list)
     limits: dict[Key, list[Tensor]] = defaultdict(list)
     for some, windows in texts.batches(calibration.options.batch_size):

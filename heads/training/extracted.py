@@ -44,8 +44,11 @@ class ExtractedTarget(Target):
                 names = file.keys()
                 for name in names:
                     stored = file.get_slice(name)
-                    is_scalar = not stored.get_shape()
-                    row = file.get_tensor(name) if is_scalar else stored[:1]
+                    row = (
+                        stored[:1]
+                        if stored.get_shape()
+                        else file.get_tensor(name)
+                    )
                     digest.update(name.encode())
                     digest.update(row.float().numpy().tobytes())
         return digest.hexdigest()

@@ -4,7 +4,7 @@ help and errors.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
@@ -13,28 +13,6 @@ from pydantic.fields import FieldInfo
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.text import first_problem, in_words
-
-# Flags of earlier versions, and those that took their place
-RENAMED = {
-    "--also": "--contender",
-    "--batch": "--batch-size",
-    "--drafts": "--num-speculative-tokens",
-    "--eager": "--enforce-eager",
-    "--eps": "--eps-b",
-    "--held-out": "--held-out-fraction",
-    "--max-length": "--max-model-len",
-    "--new-tokens": "--output-len",
-    "--no-factorised": "--no-factorized",
-    "--number": "--num-chats",
-    "--plain": "--baselines",
-    "--positions": "--num-speculative-tokens, which is one less",
-    "--precision": "--dtype",
-    "--prompts": "--num-prompts",
-    "--states-cache-gb": "--states-cache-gib",
-    "--stored-dtype": "--save-dtype",
-    "--target": "--model",
-    "--tokens": "--num-speculative-tokens, which is one less",
-}
 
 
 class Command(NamedTuple):
@@ -137,25 +115,14 @@ def options_from(command: Command, words: Sequence[str], prog: str) -> BaseModel
     parser.add_argument(
         "--config", help="YAML file of options; flags take precedence"
     )
-    refuse_renamed(words, parser)
     values = vars(parser.parse_args(words))
     file = values.pop("config", None)
     if file is not None:
-        of_file = from_yaml(file)
-        refuse_renamed(map(flag_of, of_file), parser)
-        values = of_file | values
+        values = from_yaml(file) | values
     try:
         return command.options(**values)
     except ValidationError as error:
         raise UserError(first_problem(error, flag_of)) from None
-
-
-def refuse_renamed(words: Iterable[str], parser: Parser) -> None:
-    """Refuse flags of earlier versions, whose names other commands may still have."""
-    for word in words:
-        flag = word.partition("=")[0]
-        if flag in RENAMED and flag not in parser._option_string_actions:
-            raise UserError(f"{flag} has a new name: {RENAMED[flag]}")
 
 
 def add_field(

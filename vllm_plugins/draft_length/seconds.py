@@ -29,7 +29,8 @@ TABLE_ERROR = 0.1
 # No comparison is surer than this, and it weighs half after so many steps
 LEAST_ERROR = 0.01
 HALF_LIFE = 1024.0
-# A step counts as at most so many times the mean: the machine did something else
+# A step counts as at most so many times the table's or a mean: the machine did
+# something else
 CLIP = 4.0
 MAX_COSTS = 10_000  # costs of the table that are kept
 
@@ -63,8 +64,8 @@ class Bucket:
         """Add a step that verified and made the drafts of a plan."""
         self.step += 1
         mean = self.means.setdefault(plan, Mean())
-        if mean.steps:
-            ratio = min(ratio, CLIP * mean.value)
+        known = [other.value for other in self.means.values() if other.steps]
+        ratio = min(ratio, CLIP * max(known, default=1.0))
         if not self.step % CHECKED:
             self._keep_comparisons()
             self.factor.cache_clear()

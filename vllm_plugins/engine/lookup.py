@@ -53,7 +53,11 @@ class Lookup:
         shortest: tokens that must agree with an earlier place.
         alone: whether no other drafts compete.
         gains: [kinds] int32, see kernels.lookup.judge.
+        vocab_size: of a multimodal target, in whose prompts the placeholders of images
+            and sounds may lie outside the vocabulary; None of another target.
     """
+
+    vocab_size: int | None = None
 
     def __init__(
         self,
@@ -111,6 +115,10 @@ class Lookup:
         chosen(look_up, rows)(
             self.texts, rows, self.shortest, self.longest, WINDOW, matched, tokens
         )
+        if self.vocab_size is not None:
+            outside = (tokens >= self.vocab_size).any(dim=1)
+            matched.masked_fill_(outside, 0)
+            tokens.clamp_(max=self.vocab_size - 1)
         return LookedUp(matched, tokens, self.gains)
 
     def choose(

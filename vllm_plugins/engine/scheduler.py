@@ -310,6 +310,11 @@ class DraftingScheduler(CountingScheduler):
 
     # Outputs --------------------------------------------------------------------------
 
+    def set_pause_state(self, *state: Any) -> None:
+        """vLLM's; a pause is not a step's time."""
+        super().set_pause_state(*state)
+        self._last_output = None
+
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:

@@ -84,6 +84,8 @@ class Speculator(DraftModelSpeculator):
         self.lookup: Lookup | None = None
         if self.config.prompt_lookup_min:
             self.lookup = Lookup(self.config, rows, req_states, device)
+            if vllm_config.model_config.is_multimodal_model:
+                self.lookup.vocab_size = req_states.vocab_size
         self.unverified = None if verified else UnverifiedDrafts(rows, device)
         self._drafts = torch.arange(drafts, device=device)
         self._invalid = DeviceCounts(1, device)

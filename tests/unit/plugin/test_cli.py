@@ -13,7 +13,7 @@ import pytest
 from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.vllm_plugins.cli.arguments import RENAMED, Command, options_from
+from vllm_ppd.vllm_plugins.cli.arguments import Command, options_from
 from vllm_ppd.vllm_plugins.cli.main import COMMANDS, main
 
 GIVEN = "--model m --data d --out o"
@@ -65,20 +65,6 @@ def test_examples_of_help_are_right(capsys: Any) -> None:
 def test_versions(capsys: Any) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("vllm-ppd: 0.")
-
-
-def test_flags_of_earlier_versions_name_the_new_ones(
-    tmp_path: Path, capsys: Any
-) -> None:
-    for flag, new in RENAMED.items():
-        for name, command in every_command():
-            if flag[2:].replace("-", "_") not in command.options.model_fields:
-                refused(
-                    f"{name} {flag}=1", f"{flag} has a new name: {new}", capsys
-                )
-    file = tmp_path / "options.yaml"
-    file.write_text("precision: float32")
-    refused(f"train cp --config {file}", "--precision has a new name", capsys)
 
 
 def test_values_of_flags() -> None:

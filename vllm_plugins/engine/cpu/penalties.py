@@ -61,6 +61,8 @@ def count_tokens(
     masks = prompt_bin_mask.view(np.uint32)
     for row in expanded_idx_mapping:
         prompt = all_token_ids[row, : prompt_len[row]]
+        # Placeholders of images and sounds may lie outside the vocabulary
+        prompt = prompt[prompt < output_bin_counts.shape[1]]
         output = all_token_ids[row, prompt_len[row] : prefill_len[row]]
         bits = np.left_shift(np.uint32(1), prompt.astype(np.uint32) % 32)
         np.bitwise_or.at(masks[row], prompt // 32, bits)

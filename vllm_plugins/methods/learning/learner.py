@@ -80,8 +80,10 @@ class Learner:
 
     def use(self, block: Positions) -> None:
         """Add a block of positions to the sums."""
-        inputs = self._inputs(block.states[:, 0], block.tokens[:, 0])
-        change = block.states[:, 1].float() - block.states[:, 0].float()
+        # A request's states that are not finite would remain in the sums
+        states = block.states.float().nan_to_num(0.0, 0.0, 0.0)
+        inputs = self._inputs(states[:, 0], block.tokens[:, 0])
+        change = states[:, 1] - states[:, 0]
         self.gram.addmm_(inputs.T, inputs)
         self.product.addmm_(inputs.T, change)
         drafted = block.tokens[:, 1]

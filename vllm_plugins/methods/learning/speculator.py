@@ -61,6 +61,8 @@ class LearningSpeculator(Speculator):
 
     def _begin(self) -> None:
         """Learn from nothing, and draft by lookups alone until then."""
+        if self.learner is not None:
+            self.learner.slices = iter(())  # they refer to it
         self.learner = None  # frees its memory
         self.pairs = None
         self.pairs = Pairs(
@@ -152,11 +154,13 @@ class LearningSpeculator(Speculator):
         next(learner.slices, None)
 
     def _end(self, counts: Tensor) -> None:
-        """Free the memory, and write the heads in use if the user has named a folder."""
+        """Free the memory, and write the heads in use if the user has named a folder and
+        the weights are those that were loaded.
+        """
         self.learner = None
         self.pairs = None
         written = self.config.learn_dir and get_tp_group().is_first_rank
-        if written and self._installed:
+        if written and self._installed and not self._generation:
             tensors = self.heads.tensors | {"token_counts": counts}
             Thread(None, self._save, SAVING, [tensors]).start()
 
