@@ -5,6 +5,7 @@ and the variants of drafting; the tokens must be identical.
 
 import itertools
 import json
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -116,9 +117,11 @@ def model_length(llm: Any) -> Any:
 def stop_token_and_eos(llm: Any) -> Any:
     free = generate(llm, prompts(6), greedy())
     stops = [greedy(stop_token_ids=[tokens[7]]) for tokens in free]
-    return generate(llm, prompts(6), stops), generate(
-        llm, prompts(6), greedy(ignore_eos=False)
+    # The end of text after 1 to 30 tokens, and not in all
+    ended = generate(
+        llm, prompts(6), greedy(ignore_eos=False, logit_bias={0: 2.0})
     )
+    return generate(llm, prompts(6), stops), ended
 
 
 def stop_strings(llm: Any) -> Any:
@@ -140,17 +143,20 @@ def stop_strings(llm: Any) -> Any:
 
 
 def structured_output(llm: Any) -> Any:
-    params = greedy(
-        60,
-        ignore_eos=False,
-        structured_outputs=StructuredOutputsParams(json=SCHEMA),
+    endless, ended = (
+        greedy(60, ignore_eos=False, structured_outputs=grammar)
+        for grammar in (
+            StructuredOutputsParams(json=SCHEMA),
+            StructuredOutputsParams(
+                regex=r'\{"name": "[a-z]{1,8}", "ok": (true|false)\}'
+            ),
+        )
     )
     outputs = llm.generate(
-        prompts(4, 20), [params, greedy(), params, greedy()], use_tqdm=False
+        prompts(4, 20), [endless, greedy(), ended, greedy()], use_tqdm=False
     )
-    for output in (outputs[0], outputs[2]):
-        if output.outputs[0].finish_reason == "stop":
-            assert set(json.loads(output.outputs[0].text)) == {"name", "ok"}
+    assert outputs[2].outputs[0].finish_reason == "stop"
+    assert set(json.loads(outputs[2].outputs[0].text)) == {"name", "ok"}
     return tokens_of(outputs)
 
 
@@ -159,9 +165,9 @@ def penalties(llm: Any) -> Any:
     settings = [
         greedy(repetition_penalty=1.3),
         greedy(presence_penalty=0.8, frequency_penalty=0.4),
-        greedy(min_tokens=12, ignore_eos=False),
+        greedy(min_tokens=12, ignore_eos=False, logit_bias={0: 4.0}),
         greedy(allowed_token_ids=list(range(2, 120))),
-        greedy(bad_words=["a", "e"]),
+        greedy(bad_words=list(string.ascii_lowercase)),
     ]
     return generate(llm, prompts(5), settings)
 
@@ -353,7 +359,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cp-lookup": {
         "method": "cp",
         **LOOKUP,
-        "heads": ("cp", {"rank": 3}),
+        "heads": PLAIN,
     },
     "dynamo-lookup": DYNAMO | LOOKUP,
     "recurrent": {

@@ -38,6 +38,12 @@ DEMO = ROOT / "benchmarks" / "demo" / "model"
 # Several pytest workers run at once: a core each, except for tests with ranks
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 CORES = sorted(os.sched_getaffinity(0))
+FORKING = (
+    "tests/distributed",
+    "tests/benchmarks/test_decode",
+    "tests/unit/plugin/test_fit",
+    "tests/unit/heads/training/test_checkpoint",
+)
 Factory = Callable[
     ..., Any
 ]  # a fixture that makes, or starts, what it is asked for
@@ -45,17 +51,16 @@ Factory = Callable[
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes the tests of a file, or all of tests/distributed."""
+    """A worker takes the tests of a file, or all that fork processes, of which one
+    process imports vLLM.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            ranks = "tests/distributed"
-            return (
-                ranks
-                if nodeid.startswith(ranks)
-                else super()._split_scope(nodeid)
-            )
+            if nodeid.startswith(FORKING):
+                return "forking"
+            return super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 

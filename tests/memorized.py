@@ -98,6 +98,7 @@ def make(folder: Path) -> None:
         "early",
         sequences,
         folder / "heads",
+        steps=120,
         head="classifier",
         exit_layers=(1,),
     )

@@ -50,7 +50,7 @@ def fit(
     kind: str,
     sequences: list[list[int]],
     out: Path,
-    steps: int = 120,
+    steps: int = 60,
     **options: Any,
 ) -> Path:
     """Train heads of a kind on token sequences and write their folder."""

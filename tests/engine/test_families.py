@@ -20,7 +20,6 @@ from transformers import AutoConfig
 from vllm_ppd.model_patches.adapters import TransformersAdapter
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS
-from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKVCut
 
 pytestmark = pytest.mark.engine
@@ -191,11 +190,3 @@ def test_cp_heads_need_no_adapter(
     llm = engine({"method": "cp", "model": str(heads)}, family=family)
     assert [CASES[case](llm) for case in TWO_CASES] == expected
     assert llm.counts["drafted"] > 0
-
-
-@pytest.mark.parametrize("family", ["gpt_neox", "granite"])
-def test_token_heads_are_refused_where_layers_cannot_be_added(
-    family: str, tiny_model: Factory
-) -> None:
-    with pytest.raises(OptionError, match="use early or CP heads"):
-        start_engine(tiny_model(family), {"method": "dynamo", "model": "/any"})

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cases import CASES
+from cases import CASES, PLAIN
 from conftest import Factory, accepting, drafter_of, start_engine
 from hub import running_hub
 
@@ -24,7 +24,7 @@ def test_heads_and_target_by_name(
     drafts, and vLLM's output.
     """
     expected = CASES["batch_16"](engine())
-    heads = shutil.copytree(fitted_heads("cp"), tmp_path / "heads")
+    heads = shutil.copytree(fitted_heads("cp", **PLAIN[1]), tmp_path / "heads")
     config = json.loads((heads / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "acme/target"
     (heads / "config.json").write_text(json.dumps(config))

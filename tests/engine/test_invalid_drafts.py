@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from cases import generate, greedy, prompts
+from cases import PLAIN, generate, greedy, prompts
 from conftest import Factory, counting, our_log, start_engine
 
 NAN = float("nan")
@@ -66,7 +66,7 @@ def test_damaged_heads_change_nothing(
             seed=4,
         ),
     ]
-    how = {"condition": "none"} if method == "cp" else {}
+    how = PLAIN[1] if method == "cp" else {}
     heads = {"method": method, "model": fitted_heads(method, **how)}
     llm = start_engine(tiny_model(), heads | options)
     expected = generate(engine(on_v2=True), prompts(3), params)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, runner_of
+from conftest import Factory, counting, results_of, runner_of
 from methods import METHODS
 from test_drafts_that_pay import follow
 
@@ -57,6 +57,20 @@ def test_nothing_is_drafted_where_nothing_repeats(
         assert generate(llm, REQUESTS, PARAMS) == expected
     lookup.shortest = LOOKUP["prompt_lookup_min"]
     assert seen["drafting_off_steps/no_match"] > 15 and seen["drafts"] <= 12
+
+
+def test_tokens_outside_the_vocabulary_are_not_drafted(
+    engine: Factory, drafting: Factory
+) -> None:
+    """As placeholders of images, which no prompt of a text model may have."""
+    llm = drafting(METHODS["cp"] | LOOKUP)
+    lookup = runner_of(llm).speculator.lookup
+    lookup.vocab_size = 8
+    with results_of(lookup, "find", lambda found: found.token_ids.max()) as most:
+        answers = generate(llm, REQUESTS, PARAMS)
+    assert answers == generate(engine(on_v2=True), REQUESTS, PARAMS)
+    lookup.vocab_size = None
+    assert most and max(most) == 7
 
 
 def test_heads_draft_where_texts_mislead(

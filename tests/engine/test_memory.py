@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from cases import CASES
-from conftest import Factory, drafter_of, results_of, start_engine
+from conftest import Factory, drafter_of, start_engine
 from methods import METHODS
 from torch import Tensor
 
-from vllm_ppd.vllm_plugins.engine.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
@@ -34,25 +33,23 @@ def of_learning(speculator: Any) -> list[Tensor]:
     ids=["early", "learning"],
 )
 def test_allocated_before_the_kv_cache_is_sized(
-    tiny_model: Factory, options: Any, buffers: Any
+    tiny_model: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    options: Any,
+    buffers: Any,
 ) -> None:
-    order: list[str] = []
-    with (
-        results_of(Speculator, "load_model", lambda _: order.append("loaded")),
-        results_of(
-            DraftingWorker,
-            "determine_available_memory",
-            lambda _: order.append("sized"),
-        ),
-    ):
-        llm = start_engine(tiny_model(), options)
-    assert order == ["loaded", "sized"]
-
-    def addresses() -> list[int]:
-        speculator = drafter_of(llm)
+    def addresses(speculator: Any) -> list[int]:
         parts = [*buffers(speculator), speculator.draft_tokens]
         return [part.data_ptr() for part in parts]
 
-    before = addresses()
+    stock = DraftingWorker.determine_available_memory
+    before: list[int] = []
+
+    def size(self: Any) -> Any:
+        before.extend(addresses(self.model_runner.speculator))
+        return stock(self)
+
+    monkeypatch.setattr(DraftingWorker, "determine_available_memory", size)
+    llm = start_engine(tiny_model(), options)
     CASES["more_than_fit"](llm)
-    assert addresses() == before
+    assert addresses(drafter_of(llm)) == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, CLASSIFIERS, RECURRENT, generate, greedy, prompts
+from cases import CLASSIFIERS, RECURRENT, generate, greedy, prompts
 from conftest import Factory, accepting, counting, drafter_of, runner_of
 from methods import METHODS, WITH_RECURRENT
 from replayed import Replayed, call_attention_directly
@@ -33,7 +33,7 @@ def test_proposing_never_waits_for_the_device(
 ) -> None:
     llm = drafting(MORE[name])
     with accepting(llm), watching(drafter_of(llm)) as modes:
-        CASES["batch_16"](llm)
+        generate(llm, prompts(6), greedy(12))
         generate(
             llm,
             prompts(6),

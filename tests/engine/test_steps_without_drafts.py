@@ -20,7 +20,7 @@ TOKENS = 290
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", full_but({"early"}, METHODS))
+@pytest.mark.parametrize("name", full_but({"dynamo"}, METHODS))
 def test_acceptance_is_what_it_was(name: str) -> None:
     llm = start_engine(
         DEMO,

@@ -100,7 +100,7 @@ LIMITED = [
 @pytest.mark.parametrize(
     ("name", "limited"),
     full_but(
-        {("early", False)},
+        {("early", True)},
         [(name, False) for name in DRAFTERS] + LIMITED,
     ),
 )

@@ -79,6 +79,7 @@ def test_a_fit_that_is_killed_at_every_step_ends_with_heads(
     assert link.resolve() == out
     text = log.read_text()
     assert "step 3 of 3: calibration" in text and "predicted" in text.lower()
+    assert text.count("training on ") == 1
     training, held_out = (
         {
             tuple(record["prompt_token_ids"])

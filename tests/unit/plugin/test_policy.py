@@ -29,6 +29,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import (
     StepCosts,
 )
 from vllm_ppd.vllm_plugins.draft_length.policy import PROBE, DraftPolicy, Step
+from vllm_ppd.vllm_plugins.draft_length.seconds import Bucket
 
 K = 3
 STEPS = 3000
@@ -161,6 +162,12 @@ def test_drafts_that_never_pay_cost_nothing_in_the_long_run() -> None:
         skip=4000,
     )
     assert result.gain >= 0.997
+
+
+def test_a_stall_of_a_first_step_is_capped() -> None:
+    bucket = Bucket()
+    bucket.add(Plan(3), 500.0)
+    assert bucket.means[Plan(3)].value == 4
 
 
 def test_drafts_come_back_where_the_text_changes() -> None:

@@ -14,17 +14,9 @@ from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 
 
-@pytest.mark.parametrize(("prefix", "shards"), [("", 1), ("speculator.", 3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_the_formula(
-    tmp_path: Path, layout: str, prefix: str, shards: int
-) -> None:
-    folder = publish(
-        tmp_path,
-        layout,
-        prefix,
-        shards,
-    )
+def test_logits_are_the_formula(tmp_path: Path, layout: str) -> None:
+    folder = publish(tmp_path, layout, "speculator.", 3)
     head = RecurrentHead(*load_tensors(folder, RecurrentConfig))
     torch.manual_seed(0)
     hidden = 2 * torch.randn(4, 64)

@@ -52,7 +52,7 @@ def assert_same_heads(
 @pytest.mark.parametrize(
     ("kind", "options", "count", "step"),
     [
-        *[(kind, {}, 6, 5) for kind in KINDS],
+        *[(kind, {}, 6, 5) for kind in KINDS if kind != "early"],
         # Stopped in the second of four parts of a step.
         ("early", {"accumulation": 4}, 10, 2),
     ],

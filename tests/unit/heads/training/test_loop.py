@@ -262,6 +262,8 @@ def test_heads_pull_on_the_stem_is_scaled(train: Factory) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings = {
         "recipe": "full",
+        "steps": 4,
+        "evaluation_tokens": 64,
         "base_learning_rate": 1e-4,
         "stem_learning_rate": 0.0,
     }
@@ -287,7 +289,7 @@ def test_heads_pull_on_the_stem_is_scaled(train: Factory) -> None:
         ),
         (
             {"sequence_length": 4096},
-            "--sequence-length 4096 is more than the model's 512 positions",
+            "--sequence-length 4096 is more than the 512 positions",
         ),
         ({"batch_size": 3, "accumulation": 2}, "--batch-size 3 is not divisible"),
         ({"patience": 2}, "--patience 2 needs --evaluate-every"),

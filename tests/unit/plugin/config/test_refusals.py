@@ -161,6 +161,9 @@ def test_families_that_cannot_be_cut(tiny_model: Factory, tmp_path: Path) -> Non
         from_dict(
             tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2
         )
+    for family in ("gpt_neox", "granite"):
+        with refused("use early or CP heads"):
+            from_dict(tiny_model(family), {"method": "dynamo", "model": "/any"})
     transformers.GPT2Config(
         vocab_size=320,
         n_embd=64,

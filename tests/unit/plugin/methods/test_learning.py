@@ -292,6 +292,8 @@ def test_a_linear_target_is_learned() -> None:
     )
     for block in blocks:
         learner.use(block)
+    spoiled = torch.full_like(blocks[0].states[:1], torch.nan)
+    learner.use(Positions(spoiled, blocks[0].tokens[:1]))
     list(learner.solve())
     ridge = Ridge(D)
     for block in blocks:
