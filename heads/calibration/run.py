@@ -103,7 +103,8 @@ class Calibration:
         """
         config = self.target.config
         experts = max(getattr(config, name, None) or 0 for name in EXPERTS)
-        share = config.num_experts_per_tok / experts if experts else 1.0
+        routed = getattr(config, "num_experts_per_tok", experts)
+        share = routed / experts if experts else 1.0
         layers = sum(
             tensor.numel() * (share if ".experts." in name else 1.0)
             for name, tensor in self.target.layers.named_parameters()

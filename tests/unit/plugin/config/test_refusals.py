@@ -113,6 +113,7 @@ def refused(message: str) -> Iterator[None]:
         ),
         (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
         (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported"),
+        (f"{PPD} --ppd-candidates 3", "has 2 pipeline stages, not 1"),
         # Names of methods and models
         (
             "--speculative-model ./no-such-folder",
