@@ -10,7 +10,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, Plan, plans_of
 
 SIZES = (1, 16, 64, 256)  # batches that are measured beside the largest
 ROUNDS = 5  # most rounds of a batch size
-SECONDS = 5.0  # within which the measurement ends
+SECONDS = 7.0  # within which the measurement ends
 GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 
@@ -60,37 +60,38 @@ def measure_table(
     """
     plans = plans_of(counts, exits)
     began = time.perf_counter()
-    rounds: dict[int, list[list[float]]] = {}
+    rounds: dict[int, list[list[float]]] = {}  # ascending sizes
     round_seconds: dict[int, float] = {}
 
     def run(size: int) -> None:
         started = time.perf_counter()
         rounds.setdefault(size, []).append(time_steps(size, plans))
-        took = time.perf_counter() - started
-        round_seconds[size] = from_first_rank(took)
+        round_seconds[size] = from_first_rank(time.perf_counter() - started)
 
     def seconds_left() -> float:
         return from_first_rank(began + SECONDS - time.perf_counter())
 
-    smallest, *larger = sizes_to_measure(largest, counts[-1])
-    run(smallest)
-    before = smallest
-    for size in larger:
+    sizes = sizes_to_measure(largest, counts[-1])
+    size = 1
+    run(size)
+    while size < sizes[-1]:
+        larger = min(wanted for wanted in sizes if wanted > size)
         # A step takes at most as much longer as it has more requests. If twice as many
         # do not fit the time, steps are limited by compute, and larger ones have the
         # same relative costs.
-        fitting = int(before * seconds_left() / round_seconds[before])
-        if min(size, fitting) < min(size, 2 * before):
+        fitting = int(size * seconds_left() / round_seconds[size])
+        if fitting < min(larger, 2 * size):
             break
-        before = min(size, fitting)
-        run(before)
+        size = min(larger, fitting)
+        run(size)
     for size in list(rounds) * (ROUNDS - 1):
         if round_seconds[size] < seconds_left():
             run(size)
-    sizes = sorted(rounds)
     fastest = [
-        [min(seconds) for seconds in zip(*rounds[size], strict=True)]
-        for size in sizes
+        [min(seconds) for seconds in zip(*timed, strict=True)]
+        for timed in rounds.values()
     ]
     table = from_first_rank(fastest)
-    return CostTable(sizes=sizes, counts=counts, exits=exits, seconds=table)
+    return CostTable(
+        sizes=list(rounds), counts=counts, exits=exits, seconds=table
+    )

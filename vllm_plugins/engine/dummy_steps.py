@@ -28,8 +28,8 @@ from vllm_ppd.vllm_plugins.draft_length.policy import STEP, Step
 
 TOKEN = 1  # the token of prompts, and of drafts as the scheduler names them
 # Steps with each plan
-WARM = 2
-TIMED = 4
+WARM = 1
+TIMED = 3
 STEPS = WARM + TIMED
 
 
