@@ -110,11 +110,17 @@ def cells_of(table: str) -> list[list[str]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def classes_are_inspected_here() -> Iterator[None]:
-    """vLLM inspects a model's class in a process of its own, which takes over ten seconds."""
+    """vLLM inspects a model's class in a process of its own, which takes over ten seconds.
+    With each engine it looks for kernels in all modules, of which the first time counts.
+    """
     from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
 
+    name = "register_triton_kernel_overrides"
+    once = functools.cache(getattr(CpuPlatform, name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        patch.setattr(CpuPlatform, name, staticmethod(once))
         yield
 
 

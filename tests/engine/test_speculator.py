@@ -32,7 +32,7 @@ def test_proposing_never_waits_for_the_device(
     name: str,
 ) -> None:
     llm = drafting(MORE[name])
-    with accepting(llm), watching(drafter_of(llm)) as modes:
+    with accepting(llm), watching(drafter_of(llm), "propose") as modes:
         generate(llm, prompts(6), greedy(12))
         generate(
             llm,

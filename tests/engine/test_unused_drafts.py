@@ -4,44 +4,19 @@ prompts go on, or every request opted out or ends. Sampling parameters that have
 changed are not copied.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts, run_arrivals
 from conftest import Factory, accepting, counting, runner_of
 from methods import METHODS
-from replayed import launches_apart
-from waits import Waits
+from waits import Waits, watching
 
 pytestmark = pytest.mark.engine
 LOOKUP = {"prompt_lookup_min": 1}
 ALONE = {"method": "lookup", **LOOKUP}
 OUT = {"ppd_draft": False}
 LONG = prompts(1, 215)  # three chunks
-
-
-@contextmanager
-def launches(llm: Any) -> Iterator[list[int]]:
-    """Operations and kernels of the runner's calls within, two of each step."""
-    runner = runner_of(llm)
-    counts: list[int] = []
-
-    def counted(call: Any) -> Any:
-        def run(*args: Any) -> Any:
-            kernels: list[Any] = []
-            with launches_apart(kernels.append), Waits() as operations:
-                result = call(*args)
-            counts.append(operations.operations + len(kernels))
-            return result
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("execute_model", "sample_tokens"):
-            patch.setattr(runner, name, counted(getattr(runner, name)))
-        yield counts
 
 
 @pytest.mark.parametrize(
@@ -56,9 +31,9 @@ def test_such_a_step_launches_what_vllms_does(
 
     def counts(llm: Any, **settings: Any) -> list[int]:
         generate(llm, LONG, greedy(**settings))
-        with launches(llm) as calls:
+        with watching(runner_of(llm), "execute_model", "sample_tokens") as calls:
             generate(llm, LONG, greedy(**settings))
-        return calls[first:]
+        return [call.operations.total() for call in calls[first:]]
 
     ours = drafting(options, async_scheduling=False)
     vllms = engine(on_v2=True, async_scheduling=False)
@@ -68,7 +43,7 @@ def test_such_a_step_launches_what_vllms_does(
         expected = counts(vllms, **settings)
         for step in range(first, len(expected), 2):
             expected[step] -= (
-                copies.operations
+                copies.operations.total()
             )  # ours copies with new requests alone
         assert counts(ours, **settings) == expected
     # The step that ends a prompt drafts.

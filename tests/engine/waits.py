@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What makes the host wait for the device."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,7 @@ class Waits(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
-        self.names: set[str] = set()
+        self.operations: Counter[str] = Counter()
         self.waits: set[str] = set()
 
     def __torch_dispatch__(
@@ -40,8 +40,7 @@ class Waits(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         name = func.overloadpacket.__name__
-        self.operations += 1
-        self.names.add(name)
+        self.operations[name] += 1
         if name in WAITS:
             self.waits.add(name)
         indices = args[1] if name in ("index", "index_put_") else ()
@@ -53,17 +52,23 @@ class Waits(TorchDispatchMode):
 
 
 @contextmanager
-def watching(speculator: Any) -> Iterator[list[Waits]]:
-    """The operations of each call of a speculator's propose within."""
-    stock = speculator.propose
+def watching(owner: Any, *calls: str) -> Iterator[list[Waits]]:
+    """The operations of each call of an object's methods within; a kernel is one."""
     modes = []
 
-    def propose(*args: Any, **kwargs: Any) -> Any:
-        with launches_apart(), Waits() as mode:
+    def watched(call: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            launches: list[Any] = []
+            with launches_apart(launches.append), Waits() as mode:
+                result = call(*args, **kwargs)
+            mode.operations.update(["kernel"] * len(launches))
             modes.append(mode)
-            return stock(*args, **kwargs)
+            return result
+
+        return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculator, "propose", propose)
+        for name in calls:
+            patch.setattr(owner, name, watched(getattr(owner, name)))
         yield modes
     assert modes and all(mode.operations for mode in modes)

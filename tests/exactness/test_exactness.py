@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, VARIANTS, after_a_prefix, greedy
-from conftest import Factory, counting, drafter_of, full_but, results_of
+from conftest import (
+    Factory,
+    counting,
+    drafter_of,
+    full_but,
+    results_of,
+    start_engine,
+)
+from tiny import make_model
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +32,7 @@ QUICK: dict[str, list[str]] = {
     "cp": [*CASES],
     "cp-recurrent": ["batch_1", "batch_16", "arrivals_and_aborts"],
     "cp-layers": ["batch_16", "arrivals_and_aborts"],
-    "cp-recurrent-longer": ["model_length", "more_than_fit"],
+    "cp-recurrent-longer": ["model_length", "batch_16"],
     "dynamo-short": ["batch_16"],
     "dynamo": [
         "batch_1",
@@ -39,8 +47,14 @@ QUICK: dict[str, list[str]] = {
     "lookup-7": ["batch_16"],
     "cp-lookup": ["batch_16"],
     "recurrent": ["batch_16", "arrivals_and_aborts", "structured_output"],
-    "recurrent-short": ["more_than_fit", "model_length", "penalties"],
+    "recurrent-short": ["batch_16", "model_length", "penalties"],
 }
+HEADS = [
+    name
+    for name, options in VARIANTS.items()
+    if (options["method"] != "early" or "draft_vocab_size" in options)
+    and "prompt_lookup_min" not in options
+]
 QUICK_PAIRS = {(name, case) for name, cases in QUICK.items() for case in cases}
 
 
@@ -51,7 +65,12 @@ def test_same_tokens(
     drafting: Factory, alone: Factory, name: str, case: str
 ) -> None:
     expected = alone(case)
-    assert CASES[case](drafting(VARIANTS[name])) == expected
+    llm = drafting(VARIANTS[name])
+    with counting(llm) as seen:
+        assert CASES[case](llm) == expected
+    if name in HEADS and case == "batch_16":
+        # Heads fitted to what the model says are right at times, and wrong at times.
+        assert 0.1 < seen["accepted"] / seen["drafted"] < 1
 
 
 @pytest.mark.parametrize(
@@ -84,23 +103,6 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
     tokens = {token for step in drafted for row in step for token in row}
     # 0 takes the place of an invalid draft
     assert tokens and tokens <= {0, *vocabulary.token_ids.tolist()}
-
-
-HEADS = [
-    name
-    for name, options in VARIANTS.items()
-    if (options["method"] != "early" or "draft_vocab_size" in options)
-    and "prompt_lookup_min" not in options
-]
-
-
-@pytest.mark.parametrize("name", full_but(QUICK, HEADS))
-def test_heads_draft_and_are_accepted(drafting: Factory, name: str) -> None:
-    """Heads fitted to what the model says are right at times, and wrong at times."""
-    llm = drafting(VARIANTS[name])
-    with counting(llm) as seen:
-        CASES["batch_16"](llm)
-    assert 0.1 < seen["accepted"] / seen["drafted"] < 1
 
 
 ENGINES = ("middle", "cp", "dynamo")
@@ -146,11 +148,22 @@ def test_preemption(alone: Factory, drafting: Factory, name: str) -> None:
     assert seen["preempted"] > 0
 
 
-@pytest.mark.parametrize("name", full_but({"middle"}, ENGINES))
-def test_compiled(alone: Factory, drafting: Factory, name: str) -> None:
+def test_compiled_stacks(made_once: Factory) -> None:
     """The default compilation mode: each stack is compiled by itself, before the first request."""
+    model = made_once(
+        "two layers", lambda folder: make_model(folder, num_hidden_layers=2)
+    )
+    llm = start_engine(
+        model, {"method": "early", "exit_layer": 1}, enforce_eager=False
+    )
+    assert all(part.compiled for part in drafter_of(llm).target.cut.compiled)
+    case = CASES["arrivals_and_aborts"]
+    assert case(llm) == case(start_engine(model, None))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ENGINES)
+def test_compiled(alone: Factory, drafting: Factory, name: str) -> None:
     expected = alone("batch_16"), alone("arrivals_and_aborts")
     llm = drafting(VARIANTS[name], enforce_eager=False)
-    cut = getattr(drafter_of(llm).target, "cut", None)
-    assert cut is None or all(part.compiled for part in cut.compiled)
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected

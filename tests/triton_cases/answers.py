@@ -11,8 +11,8 @@ from vllm_ppd.kernels.lookup import Texts
 
 ROWS = 9
 FOLLOWING = 4
-RING = 64
-HELD = 20
+RING = 24
+HELD = 6
 WIDTH = 1030
 
 
@@ -38,7 +38,7 @@ def test_is_the_reference(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None
     lengths = (expected.first.clamp(max=8) + 1).int()
     texts = Texts(torch.randint(99, (ROWS, 150), dtype=torch.int32), lengths)
     kept = Kept(*on(DEVICE, expected))
-    for _ in range(14):
+    for _ in range(10):
         rows = torch.randperm(ROWS)[: ROWS - 2].int()
         emitted = torch.randint(FOLLOWING + 1, rows.shape, dtype=torch.int32)
         rejected = torch.randint(3, rows.shape, dtype=torch.int32)

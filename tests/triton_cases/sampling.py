@@ -28,8 +28,10 @@ def logits_of(
     return (3 * torch.randn(rows, entries)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("entries", [1, 40, 2500])
+@pytest.mark.parametrize(
+    ("entries", "dtype"),
+    [(1, torch.float32), (40, torch.bfloat16), (2500, torch.float32)],
+)
 def test_draws_are_the_reference_s(entries: int, dtype: torch.dtype) -> None:
     """Rows without limits, with one, with both, and a greedy one, each with several seeds."""
     times = 3
