@@ -95,17 +95,14 @@ ON_SMOLLM := --model $(SMOLLM)/model --data $(DATA)
 METHODS   := --heads $(KEPT)/cp $(KEPT)/dynamo $(KEPT)/early --eagle $(TRAINED)/eagle \
 	--contender 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
 SPEED     := $(METHODS) --dtype float32 --enforce-eager --kv-cache-gib 0.3 --prompt-tokens 256 --output-len 64
-FEW       := --batch-sizes 1 --rounds 30
-MANY      := --batch-sizes 4,16 --rounds 6
 DECODED   := --out $(EVIDENCE)/smollm_decode.json
-ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --prompt-tokens 1536
+ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --kv-cache-gib 1.5 --prompt-tokens 1536
 RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3)
 
 evidence: setup
-	$(DECODE) $(ON_SMOLLM) $(SPEED) $(FEW) $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(SPEED) $(MANY) $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(SPEED) $(FEW) --temperatures 0.6 --top-p 0.9 $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(SPEED) $(MANY) --temperatures 0.6 --top-p 0.9 $(DECODED)
+	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1 --rounds 30 $(DECODED)
+	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 4,16 --rounds 6 $(DECODED)
+	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1,4,16 --rounds 6 --temperatures 0.6 --top-p 0.9 $(DECODED)
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 128 --heads $(KEPT)/cp --baselines none --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 64 $(METHODS) --num-prompts 130 --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 64 --heads $(RANKS) --baselines none --num-prompts 52 --batch-sizes 4 \

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
@@ -46,7 +47,7 @@ def launches_apart(
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         def again() -> Any:
-            with _disable_current_modes():
+            with _disable_current_modes(), DisableTorchFunction():
                 return stock(kernel, *args, **kwargs)
 
         if record is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from replayed import launches_apart
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Values read as Python numbers, and results whose shape depends on values.
@@ -22,6 +23,23 @@ WAITS = {
     "_unique2",
     "bincount",
 }
+
+# Copies to the host, which are no operations of a tensor on a CPU.
+READS = {"cpu", "item", "tolist"}
+
+
+class Reads(TorchFunctionMode):
+    """Adds the copies to the host within to what waits."""
+
+    def __init__(self, waits: set[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.waits |= READS & {func.__name__}
+        return func(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):
@@ -59,7 +77,11 @@ def watching(owner: Any, *calls: str) -> Iterator[list[Waits]]:
     def watched(call: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             launches: list[Any] = []
-            with launches_apart(launches.append), Waits() as mode:
+            with (
+                launches_apart(launches.append),
+                Waits() as mode,
+                Reads(mode.waits),
+            ):
                 result = call(*args, **kwargs)
             mode.operations.update(["kernel"] * len(launches))
             modes.append(mode)

@@ -77,7 +77,6 @@ def same(
         pytest.param(2, 50, True, True, marks=pytest.mark.full),
         (2, 9, False, False),
         (2, 1, True, True),
-        pytest.param(3, 20, True, True, marks=pytest.mark.full),
         (3, 7, False, True),
     ],
 )
@@ -155,7 +154,6 @@ def drawn_from(
 @pytest.mark.parametrize(
     ("heads", "k", "given", "greedy"),
     [
-        pytest.param(1, 50, True, False, marks=pytest.mark.full),
         (2, 40, True, True),
         (2, 20, False, False),
         (3, 9, True, False),

@@ -34,7 +34,7 @@ def sizes_to_measure(largest: int, max_drafts: int) -> list[int]:
         largest: batch size.
         max_drafts: of a request.
     """
-    last_with_graph = max(GRAPH_TOKENS // (1 + max_drafts), 1)
+    last_with_graph = GRAPH_TOKENS // (1 + max_drafts)
     sizes = {*SIZES, last_with_graph, largest}
     return sorted(size for size in sizes if size <= largest)
 
@@ -59,7 +59,7 @@ def measure_table(
         exits: number of exit layers.
     """
     plans = plans_of(counts, exits)
-    began = time.perf_counter()
+    ends = time.perf_counter() + SECONDS
     rounds: dict[int, list[list[float]]] = {}  # ascending sizes
     round_seconds: dict[int, float] = {}
 
@@ -69,7 +69,7 @@ def measure_table(
         round_seconds[size] = from_first_rank(time.perf_counter() - started)
 
     def seconds_left() -> float:
-        return from_first_rank(began + SECONDS - time.perf_counter())
+        return from_first_rank(ends - time.perf_counter())
 
     sizes = sizes_to_measure(largest, counts[-1])
     size = 1

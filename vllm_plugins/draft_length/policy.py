@@ -258,14 +258,14 @@ class DraftPolicy:
         highest = STARTS
         for choice in sorted(others, key=Choice.gain, reverse=True):
             drafts, exit = choice.plan
-            if self._step < self.explorations[choice.plan].ready:
-                continue
             # The table may be wrong, so each size of batch is compared once
             if drafts == most and self.seconds.lacks(
                 requests, self.current, choice.plan
             ):
                 best = choice.plan
                 break
+            if self._step < self.explorations[choice.plan].ready:
+                continue
             deviation = self.acceptance[exit].deviation(kinds, drafts)
             bound = choice.highest(share * deviation)
             if bound > highest:

@@ -139,10 +139,14 @@ class StepSeconds:
             self._bucket(requests).add(plan, seconds / expected)
 
     def lacks(self, requests: int, first: Plan, second: Plan) -> bool:
-        """Whether the table alone compares two plans, after some steps."""
+        """Whether the table alone compares two plans, after each MEMORY steps."""
         bucket = self._bucket(requests)
         _, precision = bucket.evidence(*sorted((first, second)))
-        return self.clock and bucket.step >= MEMORY and not precision
+        return (
+            self.clock
+            and not precision
+            and bucket.step % MEMORY >= MEMORY - CHECKED
+        )
 
     def relative(
         self, requests: int, prompt_tokens: int, first: Plan, second: Plan

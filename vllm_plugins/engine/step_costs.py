@@ -82,10 +82,9 @@ def costs_of_engine(runner: Any) -> CostTable | None:
             config.num_exits,
         )
     np.random.set_state(random)  # noqa: NPY002
-    seconds = time.perf_counter() - started
     logger.info(
         "vllm-ppd: step costs measured in %.1f s, for %s: %s",
-        seconds,
+        time.perf_counter() - started,
         path,
         summary(table),
     )

@@ -209,6 +209,17 @@ def test_a_table_that_is_wrong_is_corrected_by_what_was_served() -> None:
         assert result.drafts[-500:].count(drafts) > 450
 
 
+def test_another_size_of_batches_is_compared_at_once() -> None:
+    """However long ago drafts were compared in smaller batches, where they pay."""
+    table = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.0]])
+    policy = DraftPolicy(StepCosts(table), 1, True, {})
+    accepts = probability(1.2, K)
+    loads = [Load(16)] * 3000 + [Load(128)] * 200
+    result = run(ENGINES["8B"], policy, loads, lambda *_: accepts)
+    assert result.drafts[2900:3000].count(K) > 90
+    assert result.drafts[-100:].count(0) > 90
+
+
 def test_requests_that_opted_out_pay_for_the_others_drafts() -> None:
     table = CostTable(sizes=[1], counts=[0, K], seconds=[[1.0, 1.5]])
     policy = DraftPolicy(StepCosts(table), 2, True, {})
@@ -269,7 +280,6 @@ def test_a_requests_own_number_bounds_its_expected_drafts() -> None:
 
 def test_batch_sizes_to_measure() -> None:
     assert measure.sizes_to_measure(512, 3) == [1, 16, 64, 128, 256, 512]
-    assert measure.sizes_to_measure(1, 3) == [1]
     assert measure.sizes_to_measure(20, 5) == [1, 16, 20]
 
 
