@@ -26,14 +26,15 @@ THEMES = {"": "default", "-dark": "dark_background"}
 # Text stays text, and the same picture is the same file
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm-ppd", "font.size": 8}
 COLORS = {
+    "medusa": "#c0c0c0",
     "eagle": "#a0a0a0",
     "ngram": "#707070",
     "ngram_gpu": "#707070",
     "early": "#9bd1f0",
+    "ppd early": "#9bd1f0",
     "dynamo": "#45b5c4",
     "lookup": "#8fa8f0",
     "ppd": "#143d8f",
-    "cp alone": "#a6c8f0",
     "cp": "#4f9be8",
     "cp + lookup": "#2460c8",
     "group": "#7a63d8",
@@ -42,7 +43,7 @@ SYNTHETIC = "(synthetic), one H200, bfloat16, greedy"
 SPEEDS = {
     "gpu_decode": f"SmolLM2-135M widened to 8.9B {SYNTHETIC}",
     "gpu_decode_4b": f"SmolLM2-135M widened to 4.0B {SYNTHETIC}",
-    "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, float32, greedy",
+    "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, bfloat16, greedy",
 }
 
 
@@ -117,8 +118,8 @@ def draw_predictions(axes: Axes, _: str) -> None:
 
 def draw_categories(axes: Axes, name: str) -> None:
     """Accepted drafts per step of each system and category of prompts."""
-    _, run = greedy_runs(name)  # the first has other prompts
-    accepted = by_category(run)
+    _, run, more = greedy_runs(name)  # the first has other prompts
+    accepted = by_category(run) | by_category(more)
     systems = [system for system in COLORS if system in accepted]
     values = np.array([[*accepted[system].values()] for system in systems])
     axes.imshow(values, cmap="Blues", vmax=3, aspect="auto")

@@ -172,8 +172,8 @@ def test_vllms_own_methods_on_a_cpu_are_mended() -> None:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     mend_workers_to_come()
-    # As every worker does when it starts
-    current_platform.register_triton_kernel_overrides()
+    # As every worker does when it starts, here once (conftest.py)
+    current_platform.register_triton_kernel_overrides.__wrapped__()
     values = torch.tensor([0.5, 0.0, 0.7])
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
     spread = expand_batch_to_tokens(

@@ -25,7 +25,7 @@ WAITS = {
 }
 
 # Copies to the host, which are no operations of a tensor on a CPU.
-READS = {"cpu", "item", "tolist"}
+READS = {"cpu", "tolist"}
 
 
 class Reads(TorchFunctionMode):
