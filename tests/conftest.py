@@ -116,11 +116,12 @@ def classes_are_inspected_here() -> Iterator[None]:
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
-    name = "register_triton_kernel_overrides"
-    once = functools.cache(getattr(CpuPlatform, name))
+    once = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
-        patch.setattr(CpuPlatform, name, staticmethod(once))
+        patch.setattr(
+            CpuPlatform, "register_triton_kernel_overrides", staticmethod(once)
+        )
         yield
 
 

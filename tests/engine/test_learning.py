@@ -100,8 +100,9 @@ def accepted_of_heads(llm: Any, expected: list[list[int]]) -> int:
 def test_learned_heads_draft(
     tiny_model: Factory, expected: list[list[int]], adaptive: bool
 ) -> None:
-    options = PPD | {"adaptive": adaptive}
-    llm = start_engine(tiny_model(), options, async_scheduling=adaptive)
+    llm = start_engine(
+        tiny_model(), PPD | {"adaptive": adaptive}, async_scheduling=adaptive
+    )
     with our_log(logging.INFO) as lines:
         seen = teach(llm, expected)
     assert not learning(llm)

@@ -76,16 +76,13 @@ def watching(owner: Any, *calls: str) -> Iterator[list[Waits]]:
 
     def watched(call: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            launches: list[Any] = []
             with (
-                launches_apart(launches.append),
                 Waits() as mode,
+                launches_apart(lambda _: mode.operations.update(["kernel"])),
                 Reads(mode.waits),
             ):
-                result = call(*args, **kwargs)
-            mode.operations.update(["kernel"] * len(launches))
-            modes.append(mode)
-            return result
+                modes.append(mode)
+                return call(*args, **kwargs)
 
         return run
 

@@ -165,4 +165,5 @@ def test_compiled_stacks(made_once: Factory) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_compiled(alone: Factory, drafting: Factory, name: str) -> None:
     llm = drafting(VARIANTS[name], enforce_eager=False)
-    assert CASES["arrivals_and_aborts"](llm) == alone("arrivals_and_aborts")
+    case = "arrivals_and_aborts"
+    assert CASES[case](llm) == alone(case)

@@ -139,14 +139,14 @@ class StepSeconds:
             self._bucket(requests).add(plan, seconds / expected)
 
     def lacks(self, requests: int, first: Plan, second: Plan) -> bool:
-        """Whether the table alone compares two plans, after each MEMORY steps."""
+        """Whether the table alone compares two plans, asked in the last CHECKED of each
+        MEMORY steps.
+        """
         bucket = self._bucket(requests)
+        if not self.clock or bucket.step % MEMORY < MEMORY - CHECKED:
+            return False
         _, precision = bucket.evidence(*sorted((first, second)))
-        return (
-            self.clock
-            and not precision
-            and bucket.step % MEMORY >= MEMORY - CHECKED
-        )
+        return not precision
 
     def relative(
         self, requests: int, prompt_tokens: int, first: Plan, second: Plan

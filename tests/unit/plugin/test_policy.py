@@ -280,6 +280,7 @@ def test_a_requests_own_number_bounds_its_expected_drafts() -> None:
 
 def test_batch_sizes_to_measure() -> None:
     assert measure.sizes_to_measure(512, 3) == [1, 16, 64, 128, 256, 512]
+    assert measure.sizes_to_measure(1, 3) == [1]
     assert measure.sizes_to_measure(20, 5) == [1, 16, 20]
 
 
