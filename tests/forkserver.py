@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,13 @@ class Forkserver(context.ForkServerContext):
     """A context of multiprocessing."""
 
     Process = ForkedProcess
+
+
+def write_output_to(log: Path) -> None:
+    """Have this process append its output to a file."""
+    with log.open("a") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ class Held:
 
     def numbers_held(self: Any) -> int:
         """Numbers in the matrices that this rank reads for drafts."""
+        gc.unfreeze()  # an engine's objects
         return sum(
             found.layer.output_size_per_partition * found.layer.input_size
             for found in gc.get_objects()

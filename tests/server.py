@@ -21,7 +21,6 @@ from vllm_ppd.vllm_plugins.platform import on_end_of_parent
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 300
 STOP_SECONDS = 30
-LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 FLAGS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -50,7 +49,7 @@ class Server:
         ]
         environment = {
             **os.environ,
-            **LOGGED,
+            "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }

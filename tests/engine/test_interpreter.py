@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines draft the same where our Triton kernels run, in Triton's interpreter."""
+"""Triton kernels in Triton's interpreter: engines draft the same with ours, and runner
+V2's on a CPU do what vLLM's do.
+"""
 
 import pytest
 import torch
@@ -7,13 +9,17 @@ from conftest import ROOT, full_but
 from interpreter import run_cases
 
 pytest.importorskip("triton")
+ENGINES = ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py"
+RUNNER = ROOT / "tests" / "v2_kernels"
+QUICK = "not early and not dynamo"
 
 
 @pytest.mark.engine
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="run tests/interpreted there"
 )
-@pytest.mark.parametrize("method", full_but({"cp"}, ["cp", "early", "dynamo"]))
-def test_engines_run_the_kernels(method: str) -> None:
-    cases = ROOT / "tests" / "interpreted" / "test_kernels_in_engines.py"
-    run_cases(cases, "-k", method)
+@pytest.mark.parametrize("cases", full_but({QUICK}, [QUICK, "early or dynamo"]))
+def test_kernels_run_interpreted(cases: str) -> None:
+    names = ("inputs", "outputs", "sampling", "tables")
+    files = [RUNNER / f"{name}.py" for name in names]
+    run_cases(ENGINES, *files, "-k", cases)

@@ -59,8 +59,9 @@ def seeded(
     )
 
 
+@functools.cache
 def prepare() -> None:
-    """Have this process's vLLM find Triton, and run its kernels interpreted.
+    """Have this process's vLLM find Triton, and run its kernels interpreted; once.
 
     Raises:
         RuntimeError: if vLLM has been imported.

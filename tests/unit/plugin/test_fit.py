@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, Factory
-from forkserver import Forkserver
+from forkserver import Forkserver, write_output_to
 from records import TEMPLATE, read, templated
 from unit.heads.test_generation import FakeEngine
 
@@ -33,9 +33,7 @@ KILLS: tuple[Condition, ...] = (
 
 def run_fit(words: list[str], fake: bool, log: Path) -> None:
     """`ppd fit` in a process of its own."""
-    with log.open("a") as file:
-        for output in (1, 2):
-            os.dup2(file.fileno(), output)
+    write_output_to(log)
     if fake:
         fit.vllm_engine = lambda options: FakeEngine()
     raise SystemExit(main(words))

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import vllm
 from conftest import ROOT
-from interpreter import run_cases
 from vllm.config import VllmConfig
 from vllm.triton_utils import triton
 from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
@@ -143,13 +142,3 @@ print(compute_token_logprobs(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.in
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT
     )
     assert run.stdout.endswith("0.25\n"), run.stdout + run.stderr
-
-
-def test_kernels_are_vllm_s() -> None:
-    """The cases of tests/v2_kernels run in a process of their own, in which vLLM finds
-    Triton.
-    """
-    pytest.importorskip("triton")
-    names = ("inputs", "outputs", "sampling", "tables")
-    files = [CASES / f"{name}.py" for name in names]
-    run_cases(f"--confcutdir={CASES}", *files)
