@@ -92,21 +92,22 @@ KEPT      := benchmarks/smollm/heads
 TRAINED   := $(SMOLLM)/heads
 DECODE    := $(BIN)/ppd bench decode
 ON_SMOLLM := --model $(SMOLLM)/model --data $(DATA)
-METHODS   := --heads $(KEPT)/cp $(KEPT)/dynamo $(KEPT)/early --eagle $(TRAINED)/eagle \
-	--contender 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
-SPEED     := $(METHODS) --dtype float32 --enforce-eager --kv-cache-gib 0.3 --prompt-tokens 256 --output-len 64
-DECODED   := --out $(EVIDENCE)/smollm_decode.json
-ACCEPT    := --acceptance --temperatures 0,0.8 --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --kv-cache-gib 1.5 --prompt-tokens 1536
+ALONE     := --contender 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
+SPEED     := --heads $(KEPT)/cp $(KEPT)/dynamo $(KEPT)/early --eagle $(TRAINED)/eagle $(ALONE) --dtype float32 \
+	--enforce-eager --kv-cache-gib 0.3 --prompt-tokens 256 --output-len 64 --out $(EVIDENCE)/smollm_decode.json
+ACCEPT    := --acceptance --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --prompt-tokens 1536 \
+	--baselines none
 RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3)
 
 evidence: setup
-	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1 --rounds 30 $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 4,16 --rounds 6 $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1,4,16 --rounds 6 --temperatures 0.6 --top-p 0.9 $(DECODED)
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 128 --heads $(KEPT)/cp --baselines none --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 64 $(METHODS) --num-prompts 130 --batch-sizes 16 --out $(EVIDENCE)/acceptance.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --output-len 64 --heads $(RANKS) --baselines none --num-prompts 52 --batch-sizes 4 \
-		--out $(EVIDENCE)/cp_conditions.json
+	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1 --rounds 30
+	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 4,16 --rounds 6
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0 --output-len 128 --heads $(KEPT)/cp $(ALONE) --kv-cache-gib 1.3 \
+		--batch-sizes 16 --out $(EVIDENCE)/acceptance.json
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0.8 --output-len 64 --heads $(KEPT)/cp $(KEPT)/dynamo $(ALONE) \
+		--num-prompts 130 --kv-cache-gib 0.65 --batch-sizes 8 --out $(EVIDENCE)/acceptance.json
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0,0.8 --output-len 64 --heads $(RANKS) --num-prompts 52 \
+		--kv-cache-gib 0.35 --batch-sizes 4 --out $(EVIDENCE)/cp_conditions.json
 	VLLM_CPU_OMP_THREADS_BIND="0|1" $(DECODE) --model build/inflated/model --heads build/inflated/heads/early \
 		--group 1,3,5 --data build/corpus/validation.jsonl --dtype float32 --kv-cache-gib 0.25 --rounds 5 \
 		--output-len 96 --batch-sizes 1 --out $(EVIDENCE)/group.json

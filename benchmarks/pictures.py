@@ -26,15 +26,14 @@ THEMES = {"": "default", "-dark": "dark_background"}
 # Text stays text, and the same picture is the same file
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm-ppd", "font.size": 8}
 COLORS = {
-    "medusa": "#c0c0c0",
     "eagle": "#a0a0a0",
     "ngram": "#707070",
     "ngram_gpu": "#707070",
     "early": "#9bd1f0",
-    "ppd early": "#9bd1f0",
     "dynamo": "#45b5c4",
     "lookup": "#8fa8f0",
     "ppd": "#143d8f",
+    "cp alone": "#a6c8f0",
     "cp": "#4f9be8",
     "cp + lookup": "#2460c8",
     "group": "#7a63d8",
@@ -43,7 +42,7 @@ SYNTHETIC = "(synthetic), one H200, bfloat16, greedy"
 SPEEDS = {
     "gpu_decode": f"SmolLM2-135M widened to 8.9B {SYNTHETIC}",
     "gpu_decode_4b": f"SmolLM2-135M widened to 4.0B {SYNTHETIC}",
-    "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, bfloat16, greedy",
+    "smollm_decode": "SmolLM2-135M-Instruct, two CPU cores, float32, greedy",
 }
 
 
@@ -73,7 +72,12 @@ def draw_speeds(axes: Axes, name: str) -> None:
             color=COLORS[system],
             label=system,
         )
-        axes.bar_label(bars, fmt="%.2f", rotation=90, padding=2)
+        axes.bar_label(
+            bars,
+            fmt="%.2f",
+            rotation=90,
+            padding=2,
+        )
     axes.axhline(1, color=plt.rcParams["text.color"])
     axes.margins(y=0.15)
     ticks = [
@@ -91,26 +95,23 @@ def draw_speeds(axes: Axes, name: str) -> None:
 def draw_predictions(axes: Axes, _: str) -> None:
     """Measured over predicted speedups at batch 1; right predictions lie on the line."""
     for name, predicted, (value, low, high) in predictions():
-        sampled = name.endswith("T 0.8")
         axes.errorbar(
             predicted,
             value,
             ([value - low], [high - value]),
             color=COLORS[name.partition(", ")[0]],
-            marker="s" if sampled else "o",
+            marker="o",
         )
         axes.text(
             predicted,
             value,
-            f" {name.partition(', T')[0]} ",
-            ha="right" if sampled else "left",
-            va="top" if sampled else "bottom",
+            f" {name} ",
+            va="bottom",
         )
-    axes.margins(x=0.12)
+    axes.margins(x=0.16)
     axes.axline((1, 1), slope=1, color=plt.rcParams["text.color"])
     axes.set(
-        title="Batch 1 on two CPU cores, 4 prompts each (group: 5)\n"
-        "squares: T 0.8, circles: greedy",
+        title="Batch 1 on two CPU cores, greedy, 30 prompts each (group: 5)",
         xlabel="predicted speedup",
         ylabel="measured speedup",
     )
@@ -118,8 +119,8 @@ def draw_predictions(axes: Axes, _: str) -> None:
 
 def draw_categories(axes: Axes, name: str) -> None:
     """Accepted drafts per step of each system and category of prompts."""
-    _, run, more = greedy_runs(name)  # the first has other prompts
-    accepted = by_category(run) | by_category(more)
+    (run,) = greedy_runs(name)
+    accepted = by_category(run)
     systems = [system for system in COLORS if system in accepted]
     values = np.array([[*accepted[system].values()] for system in systems])
     axes.imshow(values, cmap="Blues", vmax=3, aspect="auto")
@@ -131,8 +132,8 @@ def draw_categories(axes: Axes, name: str) -> None:
     axes.set_xticks(range(len(categories)), categories, rotation=40, ha="right")
     axes.set_yticks(range(len(systems)), systems)
     axes.set(
-        title="Accepted drafts per step, greedy, of up to 3 (dynamo: 2)",
-        xlabel="category of Spec-Bench, 8 to 14 prompts each",
+        title="Accepted drafts per step, greedy, of up to 3",
+        xlabel="category of Spec-Bench, 8 or 64 prompts each",
     )
 
 

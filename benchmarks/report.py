@@ -23,6 +23,7 @@ from vllm_ppd.benchmarks.storage import BASE, Run, Turn, turns_of
 from vllm_ppd.heads.text import table
 
 RESULTS = Path(__file__).resolve().parent / "results"
+HEADS = RESULTS.parent / "smollm" / "heads"
 RESAMPLES = 2000
 CONFIDENCE = 0.9
 MARKS = re.compile(r"(<!-- (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -275,25 +276,16 @@ def stored(name: str) -> list[Run]:
 
 
 def predictions() -> Iterator[tuple[str, float, Estimate]]:
-    """Speedups at batch 1 on two CPU cores, predicted and measured.
+    """Greedy speedups at batch 1 on two CPU cores, predicted and measured.
 
-    A prediction is (1 + accepted drafts) / (1 + cost) of the stored acceptance, or PPD's
-    Theorem 4.1.
+    A prediction is that of the heads' calibration, or PPD's Theorem 4.1.
     """
-    decoding = {
-        run["options"]["temperature"]: run
-        for run in stored("smollm_decode")
-        if turns_of(run, batch=1)
-    }
-    for run in stored("acceptance"):
-        temperature = run["options"]["temperature"]
-        for name, cost in run["costs"].items():
-            accepted = accepted_drafts(turns_of(run, contender=name))
-            measured = speed_up(decoding[temperature], name, 1)
-            # The 130 prompts of all systems. Early drafting had other drafts there.
-            if run["prompts"] == 130 and measured and name != "ppd early":
-                label = f"{name}, T {temperature:g}"
-                yield label, round((1 + accepted) / (1 + cost), 2), measured
+    (run,) = (run for run in stored("smollm_decode") if turns_of(run, batch=1))
+    for name in ("cp alone", "dynamo", "early"):
+        path = HEADS / name.partition(" ")[0] / "calibration.json"
+        chosen = json.loads(path.read_text())["recommendation"]
+        if measured := speed_up(run, name, 1):
+            yield name, round(chosen["predicted_speedup"], 2), measured
     (group,) = stored("group")
     for name, predicted in group["predicted"].items():
         if measured := speed_up(group, name, 1):

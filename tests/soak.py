@@ -185,7 +185,11 @@ def soak(
         plain = ["model" not in body for body in bodies]
         bodies = [*compress(bodies, plain)]
         expected = [*compress(expected, plain)]
-    server = Server(DEMO / "model", folder / f"{name}.log", *flags.split())
+    server = Server(
+        DEMO / "model",
+        folder / f"{name}.log",
+        *flags.split(),
+    )
     try:
         outputs = answers(server, name, bodies[:WARM])
         warm = memory(server)
@@ -262,7 +266,11 @@ def main() -> int:
         folder = Path(name)
         adapters = adapter_flags(folder)
         flags = CACHE + adapters
-        alone = Server(DEMO / "model", folder / "alone.log", *flags.split())
+        alone = Server(
+            DEMO / "model",
+            folder / "alone.log",
+            *flags.split(),
+        )
         try:
             # vLLM's runner V1 ends at a seeded prompt in chunks
             unseeded = [{**body, "seed": None} for body in bodies]
