@@ -15,6 +15,7 @@ the second half of 3,000 requests. Exit code 1: a fault.
 """
 
 import argparse
+import os
 import random
 import signal
 import sys
@@ -258,6 +259,8 @@ def main() -> int:
         help="to each server (default: %(default)s)",
     )
     options = parser.parse_args()
+    # vLLM binds the ranks of a group to a NUMA node each
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     text = AutoTokenizer.from_pretrained(DEMO / "model")(
         "\n".join(split()[1]), verbose=False
     )["input_ids"]
