@@ -251,14 +251,14 @@ def test_a_bad_start_ends_in_a_single_line(
     )
     process.start()
     process.join(300)
-    said = log.read_text()
+    output = log.read_text()
     assert process.exitcode not in (None, 0)
-    assert "Traceback" not in said, said
-    assert "Loading" not in said
+    assert "Traceback" not in output, output
+    assert "Loading" not in output
     line = (
         "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers"
     )
-    assert said.strip().splitlines()[-1] == line
+    assert output.strip().splitlines()[-1] == line
 
 
 # Streams --------------------------------------------------------------------------
