@@ -93,8 +93,12 @@ TRAINED   := $(SMOLLM)/heads
 DECODE    := $(BIN)/ppd bench decode
 ON_SMOLLM := --model $(SMOLLM)/model --data $(DATA)
 ALONE     := --contender 'cp alone={"model": "$(KEPT)/cp", "prompt_lookup_min": 0}'
-SPEED     := --heads $(KEPT)/cp $(KEPT)/dynamo $(KEPT)/early --eagle $(TRAINED)/eagle $(ALONE) --dtype float32 \
-	--enforce-eager --kv-cache-gib 0.3 --prompt-tokens 256 --output-len 64 --out $(EVIDENCE)/smollm_decode.json
+SHORT     := --dtype float32 --enforce-eager --kv-cache-gib 0.3 --prompt-tokens 256 --output-len 64
+SPEED     := --heads $(KEPT)/cp $(KEPT)/dynamo $(KEPT)/early $(ALONE) $(SHORT) --out $(EVIDENCE)/smollm_decode.json
+PEERS     := --eagle $(TRAINED)/eagle3 $(ALONE) \
+	'eagle3, all tokens={"method": "eagle3", "model": "$(TRAINED)/eagle3/whole", "num_speculative_tokens": 3}' \
+	'early, every draft={"model": "$(KEPT)/early", "adaptive": false, "prompt_lookup_min": 0}' \
+	--baselines none $(SHORT) --out $(EVIDENCE)/smollm_peers.json
 ACCEPT    := --acceptance --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --prompt-tokens 1536 \
 	--baselines none
 RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3)
@@ -102,6 +106,8 @@ RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3)
 evidence: setup
 	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1 --rounds 30
 	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 4,16 --rounds 6
+	$(DECODE) $(ON_SMOLLM) $(PEERS) --batch-sizes 1 --rounds 30
+	$(DECODE) $(ON_SMOLLM) $(PEERS) --batch-sizes 4,16 --rounds 6
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0 --output-len 128 --heads $(KEPT)/cp $(ALONE) --kv-cache-gib 1.3 \
 		--batch-sizes 16 --out $(EVIDENCE)/acceptance.json
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0.8 --output-len 64 --heads $(KEPT)/cp $(KEPT)/dynamo $(ALONE) \

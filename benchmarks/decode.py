@@ -79,8 +79,9 @@ def decode(options: DecodeOptions) -> str:
         try:
             measure(options, systems, missing, others, results)
         except KeyboardInterrupt:
-            message = f"stopped; turns are kept in {options.out}, and the same command continues"
-            raise KeyboardInterrupt(message) from None
+            raise KeyboardInterrupt(
+                f"stopped; turns are kept in {options.out}, and the same command continues"
+            ) from None
     return report(runs)
 
 

@@ -42,8 +42,9 @@ class Results:
             try:
                 self.data["runs"] = json.loads(path.read_text())["runs"]
             except (ValueError, KeyError, TypeError):
-                message = f"{path} is not a file of results; use another --out"
-                raise BenchError(message) from None
+                raise BenchError(
+                    f"{path} is not a file of results; use another --out"
+                ) from None
 
     def run_of(self, options: dict[str, Any], contenders: dict[str, Any]) -> Run:
         """The run with these options and systems on this machine: a stopped one, or a new one."""

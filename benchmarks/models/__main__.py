@@ -14,7 +14,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 
 RUNS: dict[str, tuple[Any, str, type[BaseModel]]] = {
     "corpus": (texts.write_corpus, "write the demo corpus", texts.CorpusOptions),
-    "eagle": (eagle.run, "train an EAGLE head", eagle.EagleOptions),
+    "eagle": (eagle.run, "train an EAGLE-3 head", eagle.EagleOptions),
     "inflate": (
         inflate.run,
         "make models and heads wider",

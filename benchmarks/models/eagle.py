@@ -1,160 +1,185 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An EAGLE head for comparison, as a recipe of our training loop.
+"""An EAGLE-3 head for comparison, as a recipe of our training loop.
 
 `python -m vllm_ppd.benchmarks.models eagle --model M --data train.jsonl --out DIR`
 """
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional
-from transformers.masking_utils import create_causal_mask
+from transformers.cache_utils import DynamicCache
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
+    LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
 
 from vllm_ppd.heads.files import write_json, write_tensors
-from vllm_ppd.heads.options import TrainingOptions
+from vllm_ppd.heads.options import HeadsOptions
 from vllm_ppd.heads.training.loop import train
-from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
+from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import kl_to_teacher
 
 
-class EagleOptions(TrainingOptions):
-    """Training options of an EAGLE head: Muon for matrices, AdamW for the rest."""
+class EagleOptions(HeadsOptions):
+    """Training options of an EAGLE-3 head."""
 
-    kind: ClassVar[str] = "eagle"
-
-    learning_rate: float = Field(
-        7e-3, gt=0, description="peak learning rate of Muon: the layer's matrices"
-    )
-    others_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate of AdamW: vectors"
-    )
-    weight_decay: float = Field(
-        0.1, ge=0, description="decoupled weight decay of the matrices"
-    )
-    batch_size: int = Field(8, ge=1, description="windows per step")
-    sequence_length: int = Field(512, ge=8, description="tokens of a window")
+    kind = "eagle"
 
 
-class Eagle(Recipe):
-    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1,
-    state that gave it]).
+class Eagle(HeadsRecipe):
+    """An EAGLE-3 head (Li et al., 2025): a decoder layer over [embedding of token t+1,
+    fused states of token t], and then over its own output in place of these states.
 
-    It predicts the state that gives token t+2; embedding and LM head are the target's.
-    Loss: smooth L1 of the states, and a tenth of the cross-entropy to the target's
-    distribution; uniform noise on the states, as in the paper.
+    Embedding and LM head are the target's. Loss: KL to the target's distribution,
+    summed over the drafts, with a weight of DECAY^i.
     """
 
-    NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states
-    CLASSIFICATION = 0.1  # weight of the cross-entropy
+    DECAY = 0.8  # as in EAGLE-3's training code
 
     def __init__(self, options: EagleOptions, target: Target) -> None:
         super().__init__(options, target)
         config: Any = target.config
         size = config.hidden_size
-        self.fc = nn.Linear(2 * size, size, bias=False)
-        # Start from the state as it is: what follows need only say how the next one
-        # differs.
-        self.fc.weight.data = torch.cat(
-            [0.02 * torch.randn(size, size), torch.eye(size)], dim=1
+        # Layer counts after which its states are read
+        third = target.num_layers // 3
+        self.read_layers = (third // 5 or 1, third, 2 * third)
+        self.fc = nn.Linear(3 * size, size, bias=False)
+        self.fc_norm = nn.ModuleList(
+            LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(3)
         )
         layer: Any = LlamaDecoderLayer(config, 0)
-        layer.input_layernorm = nn.Identity()  # vLLM's head has none
-        self.layer = layer
-        self.rotary: Any = LlamaRotaryEmbedding(config)
+        attention = layer.self_attn
+        for name in (
+            "q_proj",
+            "k_proj",
+            "v_proj",
+        ):
+            outputs = len(getattr(attention, name).weight)
+            setattr(attention, name, nn.Linear(2 * size, outputs, bias=False))
+        layer.hidden_norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.midlayer = layer  # vLLM's name
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.rotary = LlamaRotaryEmbedding(config)
         self.to(target.device)
 
-    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        vectors = {
-            "params": [p for p in self.parameters() if p.dim() == 1],
-            "peak": self.options.others_rate,
-            "muon": False,
-            "weight_decay": 0.0,
-        }
-        matrices = [p for p in self.parameters() if p.dim() == 2]
-        return [{"params": matrices, "peak": learning_rate}, vectors]
+    @property
+    def reads(self) -> Reads:
+        return Reads(exits=self.read_layers, top_k=16)
 
-    def logits(self, states: Tensor) -> Tensor:
-        """The target's logits [..., V] for states [..., hidden]."""
-        unembedding = self.target.unembedding
-        return functional.linear(
-            states.to(unembedding.dtype), unembedding
-        ).float()
-
-    def predicted(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """The predicted state after each token but a window's last: [windows, length -
-        1, hidden].
+    def outputs(
+        self, batch: Batch, layers: dict[int, Tensor]
+    ) -> Iterator[Tensor]:
+        """What the LM head reads of each draft, for every token: [rows, hidden].
 
         Args:
-            batch: of windows, in which documents begin at position 0.
-            hidden: [windows, length, hidden], the target's final states.
+            batch: the windows.
+            layers: the target's states after some layers, [rows, hidden] each.
         """
-        positions = batch.position_ids[:, :-1]
-        states = hidden[:, :-1]
-        if self.training:
-            states = states + self.NOISE * (2 * torch.rand_like(states) - 1)
-        embedded = self.target.embed(batch.input_ids[:, 1:]).float()
-        x = self.fc(torch.cat([embedded, states], dim=-1))
-        # Documents, which begin at position 0, do not see each other.
-        mask = create_causal_mask(self.target.config, x, None, None, positions)
-        rotary = self.rotary(x, positions)
-        return self.layer(
-            x,
-            attention_mask=mask,
-            position_embeddings=rotary,
-            position_ids=positions,
-        )
+        shape = batch.input_ids.shape
+        layer = self.midlayer
+        pairs = zip(self.fc_norm, self.read_layers, strict=True)
+        fused = [norm(layers[number].float()) for norm, number in pairs]
+        hidden = self.fc(torch.cat(fused, dim=-1))
+        hidden = hidden.view(*shape, -1)
+        tokens = batch.ahead(self.options.num_speculative_tokens)[0]
+        # A draft sees the first drafts up to its place in its document, which begins at
+        # position 0, and further ones at its place alone.
+        begins = batch.position_ids == 0
+        document = begins.cumsum(-1)[:, None]
+        is_same = document[..., None] == document[..., None, :]
+        mask = is_same.tril()
+        place = torch.eye(shape[1], dtype=torch.bool, device=mask.device)
+        cache = DynamicCache()
+        for draft, inputs in enumerate(tokens.unbind(1)):
+            embedded = self.target.embed(inputs.view(shape)).float()
+            embedded = layer.input_layernorm(embedded)
+            normed = layer.hidden_norm(hidden)
+            attended, _ = layer.self_attn(
+                torch.cat([embedded, normed], dim=-1),
+                self.rotary(hidden, batch.position_ids + draft),
+                mask,
+                cache,
+            )
+            hidden = hidden + attended
+            normed = layer.post_attention_layernorm(hidden)
+            hidden = hidden + layer.mlp(normed)
+            mask = torch.cat([mask, place.expand(*mask.shape[:-1], -1)], dim=-1)
+            yield self.norm(hidden).flatten(0, 1)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Counts]:
-        # After the final norm, as vLLM gives states to drafters
-        final = self.states(batch).final.float()
-        hidden = final.view(*batch.input_ids.shape, -1)
-        predicted = self.predicted(batch, hidden).flatten(0, 1)
-        wanted = hidden[:, 1:].flatten(0, 1)
-        known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
-        regression = functional.smooth_l1_loss(
-            predicted[known].float(), wanted[known]
-        )
-        rows = self.share_of(known)
-        logits = self.logits(predicted[rows])
-        teacher = self.logits(wanted[rows])
-        # Cross-entropy to the target's distribution, and how often the best tokens
-        # agree.
-        classification = functional.cross_entropy(logits, teacher.softmax(-1))
-        right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
-        counts = {"right": right, "known": torch.tensor(len(logits))}
-        return regression + self.CLASSIFICATION * classification, counts
+        drafts = self.options.num_speculative_tokens
+        valid = batch.ahead(drafts + 1)[1][:, 1:]
+        rows = self.share_of(valid[:, 0])
+        if not len(rows):
+            return self.nothing(), {}
+        states = self.states(batch)
+        steps = torch.arange(1, drafts + 1, device=rows.device)
+        places = (rows[:, None] + steps).clamp(max=len(valid) - 1)
+        index_of, unembedding, bias = self.vocabulary
+        greedy = index_of[self.greedy_tokens(states, places)]
+        # A distribution without its likeliest token is not learned.
+        is_known = greedy >= 0
+        is_learned = valid[rows] & is_known
+        loss = self.nothing()
+        drafted = []
+        for draft, output in enumerate(self.outputs(batch, states.layers)):
+            kl, best = kl_to_teacher(
+                output[rows][None],
+                states.final[places[:, draft]],
+                unembedding,
+                bias,
+                compare=not self.training,
+                cap=self.target.cap,
+            )
+            learned = kl[0] * is_learned[:, draft]
+            weight = self.DECAY**draft
+            loss = loss + weight * learned.mean()
+            drafted.append(best[0])
+        # In training no tokens are compared
+        is_right = torch.stack(drafted, dim=1) == greedy
+        return loss, accepted_counts(is_learned & is_right)
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        return {"the target's token": round(counts["right"] / counts["known"], 4)}
+        return {}
+
+    def config(self) -> Any:
+        return self.target.config.to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "fc_norm": True,
+            "eagle_aux_hidden_state_layer_ids": self.read_layers,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        weights = self.state_dict()
+        return {name: weight.bfloat16() for name, weight in weights.items()}
 
     def write(self, out: Path, provenance: dict[str, Any]) -> None:
-        tensors = {"fc.weight": self.fc.weight.detach()}
-        for name, tensor in self.layer.state_dict().items():
-            tensors[f"layers.0.{name}"] = tensor
-        stored = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        write_tensors(out / "model.safetensors", stored)
-        changes = {
-            "architectures": ["LlamaForCausalLM"],
-            "num_hidden_layers": 1,
-            "torch_dtype": "bfloat16",
-        }
-        write_json(out / "config.json", self.target.config.to_dict() | changes)
+        """Write the head with its draft vocabulary, and as `whole`, which drafts from
+        all tokens.
+        """
+        config = self.config()
+        tensors = self.tensors()
+        write_json(out / "whole" / "config.json", config)
+        write_tensors(out / "whole" / "model.safetensors", tensors)
+        ids = self.token_ids
+        if ids is not None:
+            config["draft_vocab_size"] = len(ids)
+            tensors["d2t"] = ids - torch.arange(len(ids)).to(ids)
+            tensors["lm_head.weight"] = self.vocabulary[1].bfloat16()
+        write_tensors(out / "model.safetensors", tensors)
+        write_json(out / "config.json", config)
         write_json(out / "provenance.json", provenance)
 
 
 def run(options: EagleOptions) -> int:
     """Train a head and write its folder."""
-    facts = train(options, Eagle)
-    print(
-        f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: "
-        f"{facts['held_out_after']}"
-    )
+    train(options, Eagle)
     return 0

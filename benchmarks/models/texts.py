@@ -35,7 +35,6 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "__pycache__",
 }
-SKIPPED_PREFIXES = ("bad", "badsyntax")
 MAX_BYTES = 300_000
 VALIDATION_SHARE = 0.02
 DIGITS = 16  # digits of a prompt's digest
@@ -67,7 +66,7 @@ def sources() -> Iterator[tuple[str, str]]:
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS & set(relative.parts):
             continue
-        if path.name.startswith(SKIPPED_PREFIXES):
+        if path.name.startswith("bad"):
             continue
         if 200 <= path.stat().st_size <= MAX_BYTES:
             with suppress(UnicodeDecodeError):

@@ -317,4 +317,4 @@ def test_make_evidence_has_valid_commands() -> None:
             _, given = parse(words, COMMANDS, "ppd")
             assert given.out.startswith("build/evidence/")
             commands += 1
-    assert commands == 6
+    assert commands == 8

@@ -124,17 +124,20 @@ def test_an_eagle_head_drafts_in_vllm(tmp_path: Path) -> None:
     data = write_texts(tmp_path / "train.jsonl", split()[0][:60])
     out = tmp_path / "eagle"
     words = f"eagle --model {DEMO} --data {data} --out {out} --steps 64 --batch-size 4"
-    sizes = "--sequence-length 256 --evaluation-tokens 4096"
+    sizes = (
+        "--sequence-length 256 --evaluation-tokens 4096 --train-vocab-size 2048"
+    )
     assert main([*words.split(), *sizes.split()], COMMANDS, "models") == 0
     plain = generate(start_engine(DEMO, None, **MEMORY), REQUESTS, greedy(40))
-    config = {
-        "method": "eagle",
-        "model": str(out),
-        "num_speculative_tokens": 3,
-    }
-    llm = start_engine(DEMO, config, **MEMORY)
-    with accepting(llm):
-        assert generate(llm, REQUESTS, greedy(40)) == plain
+    for folder in (out, out / "whole"):
+        config = {
+            "method": "eagle3",
+            "model": str(folder),
+            "num_speculative_tokens": 3,
+        }
+        llm = start_engine(DEMO, config, **MEMORY)
+        with accepting(llm):
+            assert generate(llm, REQUESTS, greedy(40)) == plain
 
 
 def test_answers_come_back_with_the_prompts_that_are_there(

@@ -36,12 +36,13 @@ def test_vllm_alone_still_asks_for_triton(
 # n-grams, so that method comes last.
 BEFORE_AND_AFTER = """
 import sys
+from cases import CASES
 from conftest import runner_of, start_engine
 
 model, eagle = sys.argv[1:]
 METHODS = {
     "alone": None,
-    "eagle": {"method": "eagle", "model": eagle, "num_speculative_tokens": 2},
+    "eagle": {"method": "eagle3", "model": eagle, "num_speculative_tokens": 2},
     "ours": {"method": "early", "exit_layer": 3},
     "ngram": {
         "method": "ngram",
