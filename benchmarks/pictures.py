@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 from vllm_ppd.benchmarks.report import (
     RESULTS,
     by_category,
-    predictions,
     speed_up,
     speeds,
     stored,
@@ -27,6 +26,7 @@ THEMES = {"": "default", "-dark": "dark_background"}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm-ppd", "font.size": 8}
 COLORS = {
     "eagle": "#a0a0a0",
+    "eagle3": "#a0a0a0",
     "ngram": "#707070",
     "ngram_gpu": "#707070",
     "early": "#9bd1f0",
@@ -36,7 +36,6 @@ COLORS = {
     "cp alone": "#a6c8f0",
     "cp": "#4f9be8",
     "cp + lookup": "#2460c8",
-    "group": "#7a63d8",
 }
 SYNTHETIC = "(synthetic), one H200, bfloat16, greedy"
 SPEEDS = {
@@ -92,31 +91,6 @@ def draw_speeds(axes: Axes, name: str) -> None:
     axes.legend(title="gray: vLLM's own", bbox_to_anchor=(1, 0.8))
 
 
-def draw_predictions(axes: Axes, _: str) -> None:
-    """Measured over predicted speedups at batch 1; right predictions lie on the line."""
-    for name, predicted, (value, low, high) in predictions():
-        axes.errorbar(
-            predicted,
-            value,
-            ([value - low], [high - value]),
-            color=COLORS[name.partition(", ")[0]],
-            marker="o",
-        )
-        axes.text(
-            predicted,
-            value,
-            f" {name} ",
-            va="bottom",
-        )
-    axes.margins(x=0.16)
-    axes.axline((1, 1), slope=1, color=plt.rcParams["text.color"])
-    axes.set(
-        title="Batch 1 on two CPU cores, greedy, 30 prompts each (group: 5)",
-        xlabel="predicted speedup",
-        ylabel="measured speedup",
-    )
-
-
 def draw_categories(axes: Axes, name: str) -> None:
     """Accepted drafts per step of each system and category of prompts."""
     (run,) = greedy_runs(name)
@@ -155,7 +129,6 @@ def draw_learning(axes: Axes, name: str) -> None:
 
 PICTURES = {
     **dict.fromkeys(SPEEDS, draw_speeds),
-    "predicted": draw_predictions,
     "acceptance": draw_categories,
     "learning": draw_learning,
 }
