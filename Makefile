@@ -101,7 +101,8 @@ PEERS     := --eagle $(TRAINED)/eagle3 $(ALONE) \
 	--baselines none $(SHORT) --out $(EVIDENCE)/smollm_peers.json
 ACCEPT    := --acceptance --top-p 0.95 --num-speculative-tokens 3 --dtype float32 --enforce-eager --prompt-tokens 1536 \
 	--baselines none
-RANKS     := $(addprefix $(TRAINED)/,none-r1 none-r3 recurrent-r1 recurrent-r3)
+RANKS     := $(foreach HEAD,none-r1 none-r3 recurrent-r1 recurrent-r3,\
+	'$(HEAD)={"model": "$(TRAINED)/$(HEAD)", "prompt_lookup_min": 0}')
 
 evidence: setup
 	$(DECODE) $(ON_SMOLLM) $(SPEED) --batch-sizes 1 --rounds 30
@@ -112,7 +113,7 @@ evidence: setup
 		--batch-sizes 16 --out $(EVIDENCE)/acceptance.json
 	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0.8 --output-len 64 --heads $(KEPT)/cp $(KEPT)/dynamo $(ALONE) \
 		--num-prompts 130 --kv-cache-gib 0.65 --batch-sizes 8 --out $(EVIDENCE)/acceptance.json
-	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0,0.8 --output-len 64 --heads $(RANKS) --num-prompts 52 \
+	$(DECODE) $(ON_SMOLLM) $(ACCEPT) --temperatures 0 --output-len 64 --contender $(RANKS) --num-prompts 52 \
 		--kv-cache-gib 0.35 --batch-sizes 4 --out $(EVIDENCE)/cp_conditions.json
 	VLLM_CPU_OMP_THREADS_BIND="0|1" $(DECODE) --model build/inflated/model --heads build/inflated/heads/early \
 		--group 1,3,5 --data build/corpus/validation.jsonl --dtype float32 --kv-cache-gib 0.25 --rounds 5 \

@@ -29,9 +29,8 @@ from vllm_ppd.heads.planning import theorem_4_1
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 WARM_UP_TOKENS = 48  # enough to compile kernels and to settle adaptive drafting
-SPIN_SECONDS = (
-    1.2  # vLLM's ranks spin for a second after a step before they sleep
-)
+# vLLM's ranks spin for a second after a step before they sleep
+SPIN_SECONDS = 1.2
 
 
 class Trial(NamedTuple):

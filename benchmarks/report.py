@@ -205,13 +205,13 @@ def category_table(run: Run) -> str:
     """A column for each category; empty if there is only one."""
     accepted = by_category(run)
     categories = next(iter(accepted.values()), ())
+    if len(categories) < 2:
+        return ""
     rows = [
-        [name, *(f"{value:.2f}" for value in values.values())]
+        [name, *(shown(values.get(key), ".2f") for key in categories)]
         for name, values in accepted.items()
     ]
-    return (
-        markdown(["accepted", *categories], rows) if len(categories) > 1 else ""
-    )
+    return markdown(["accepted", *categories], rows)
 
 
 def tables(run: Run) -> list[str]:
@@ -240,8 +240,9 @@ def report(runs: list[Run]) -> str:
     for run in runs:
         if run["turns"]:
             blocks += tables(run)
-            part = "part" in run["turns"][0]
-            legend = ACCEPTANCE_LEGEND if part else SPEED_LEGEND
+            legend = SPEED_LEGEND
+            if "part" in run["turns"][0]:
+                legend = ACCEPTANCE_LEGEND
     return "\n\n".join([*blocks, legend]) if blocks else ""
 
 

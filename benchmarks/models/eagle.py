@@ -171,8 +171,9 @@ class Eagle(HeadsRecipe):
         write_tensors(out / "whole" / "model.safetensors", tensors)
         ids = self.token_ids
         if ids is not None:
-            config["draft_vocab_size"] = len(ids)
-            tensors["d2t"] = ids - torch.arange(len(ids)).to(ids)
+            size = len(ids)
+            config["draft_vocab_size"] = size
+            tensors["d2t"] = ids - torch.arange(size).to(ids)
             tensors["lm_head.weight"] = self.vocabulary[1].bfloat16()
         write_tensors(out / "model.safetensors", tensors)
         write_json(out / "config.json", config)

@@ -111,6 +111,7 @@ def test_acceptance_by_system_and_category() -> None:
             6,
             [1],
         ),
+        part("b", 0, "qa", 2, []),  # its other turn is to come
     )
     assert cells_of(acceptance_table(run))[1] == [
         "a",
@@ -122,6 +123,7 @@ def test_acceptance_by_system_and_category() -> None:
     assert cells_of(category_table(run)) == [
         ["accepted", "code", "qa"],
         ["a", "0.60", "0.40"],
+        ["b", "-", "0.20"],
     ]
     run["options"]["temperature"] = 0.8
     assert "same text" not in acceptance_table(run)
