@@ -26,7 +26,6 @@ THEMES = {"": "default", "-dark": "dark_background"}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "vllm-ppd", "font.size": 8}
 COLORS = {
     "eagle": "#a0a0a0",
-    "eagle3": "#a0a0a0",
     "ngram": "#707070",
     "ngram_gpu": "#707070",
     "early": "#9bd1f0",

@@ -146,9 +146,6 @@ class Eagle(HeadsRecipe):
         is_right = torch.stack(drafted, dim=1) == greedy
         return loss, accepted_counts(is_learned & is_right)
 
-    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        return {}
-
     def config(self) -> Any:
         return self.target.config.to_dict() | {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -182,5 +179,6 @@ class Eagle(HeadsRecipe):
 
 def run(options: EagleOptions) -> int:
     """Train a head and write its folder."""
-    train(options, Eagle)
+    facts = train(options, Eagle)
+    print(f"wrote {options.out}; held out: {facts['held_out_after']}")
     return 0

@@ -65,6 +65,7 @@ def run(options: SmolLMOptions) -> int:
             folder / "provenance.json",
             {"source": PACKAGE, "file": GGUF, "license": "Apache-2.0"},
         )
+    print(f"{folder} is there")
     return 0
 
 

@@ -121,9 +121,11 @@ class Recipe(nn.Module, ABC):
             ((p * 0.0).sum() for p in self.parameters() if p.requires_grad), zero
         )
 
-    @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        """Readable figures from the summed counts, which may lack parts of which nothing counts."""
+        """Readable figures from the summed counts, which may lack parts of which nothing
+        counts, in addition to accepted drafts (none by default).
+        """
+        return {}
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """The optimizer's parameter groups; `peak` is each group's highest learning rate."""
